@@ -1,0 +1,1 @@
+"""Sockets, HTTP, and the life of the process."""
