@@ -1,0 +1,147 @@
+"""Find a model, load it, and put together all that belongs to it."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from sampler.chat_template import ChatFormat, ChatMLFormat, Render, TemplateFormat
+from sampler.embedded_model import EMBEDDED_MODEL_NAME, ensure_embedded_model
+from sampler.model_runner import ModelRunner
+from sampler.tokenizer import Tokenizer
+from sampler.tool_calls import BEGIN
+
+logger = logging.getLogger(__name__)
+
+
+class ModelLoadError(RuntimeError):
+    """The model could not be loaded; the message says why."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with all that belongs to it."""
+
+    name: str
+    """What clients call it."""
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    chat_format: ChatFormat
+
+
+def load_model(
+    source: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Load the embedded model, a model directory, or a Hugging Face id.
+
+    Args:
+        source: a directory with config, weights and tokenizer, or an id of the hub; None is the
+            embedded model.
+        device: ``cpu``, ``cuda``, ``mps``, or ``auto`` for the best there is.
+        dtype: ``float32``, ``bfloat16``, or ``auto``: bfloat16 on CUDA, and float32 elsewhere,
+            where a suspended run then gives the very tokens of an uninterrupted one.
+        progress: called with (done, total) while the embedded model is converted, on first use.
+
+    Raises:
+        ModelLoadError: there is no such model or device, or the model lacks a fast tokenizer or a
+            chat template.
+        EmbeddedModelError: the embedded model is not installed or its file is not the right one.
+    """
+    if source is None or source == EMBEDDED_MODEL_NAME:
+        return _load(ensure_embedded_model(progress), EMBEDDED_MODEL_NAME, device, dtype)
+    name = Path(source).resolve().name if Path(source).is_dir() else str(source)
+    return _load(source, name, device, dtype)
+
+
+def _load(source: str | Path, name: str, device: str, dtype: str) -> LoadedModel:
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch_device = _pick_device(device)
+    torch_dtype = _pick_dtype(dtype, torch_device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype)
+        torch.nn.Module.to(model, torch_device)  # the model's own `to` is typed wrongly
+        hf_tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"cannot load the model {name!r}: {_first_line(error)}") from error
+    if not hf_tokenizer.is_fast:
+        raise ModelLoadError(f"the model {name!r} has no fast tokenizer")
+    runner = ModelRunner(model)
+    tokenizer = Tokenizer(
+        hf_tokenizer.backend_tokenizer,
+        _stop_ids(model, hf_tokenizer.eos_token_id),
+        runner.vocab_size,
+        runner.counters,
+    )
+    logger.info("loaded %s on %s in %s", name, torch_device, torch_dtype)
+    return LoadedModel(name, runner, tokenizer, _chat_format(hf_tokenizer, tokenizer, name))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _pick_device(device: str) -> torch.device:
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def _stop_ids(model: PreTrainedModel, eos_token_id: int | None) -> set[int]:
+    """Return what ends a turn: what the generation config says, and the tokenizer's EOS."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return {token_id for token_id in (*ids, eos_token_id) if token_id is not None}
+
+
+def _chat_format(hf_tokenizer: Any, tokenizer: Tokenizer, name: str) -> ChatFormat:
+    template = hf_tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    if not template:
+        raise ModelLoadError(f"the model {name!r} has no chat template")
+
+    def render(
+        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generate: bool
+    ) -> str:
+        return str(
+            hf_tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=generate,
+                tokenize=False,
+            )
+        )
+
+    knows_tools = "tools" in template and BEGIN in template
+    if not knows_tools and "<|im_start|>" in tokenizer.added_tokens:
+        return ChatMLFormat(tokenizer, _default_system(render))
+    if not knows_tools:
+        logger.warning("%s calls tools in no way known here; they are told in the prompt", name)
+    return TemplateFormat(tokenizer, render, knows_tools=knows_tools)
+
+
+def _default_system(render: Render) -> str:
+    """Return the system message that a ChatML template puts in when a conversation has none."""
+    rendered = render([{"role": "user", "content": "x"}], None, False)
+    header = "<|im_start|>system\n"
+    if not rendered.startswith(header):
+        return ""
+    return rendered.removeprefix(header).partition("<|im_end|>")[0]

@@ -1,0 +1,63 @@
+"""The model: token ids and a cache in, next-token logits out.
+
+Everything here runs on the model thread.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sampler.counters import Counters
+from sampler.kv_cache import KVCache
+
+
+class ModelRunner:
+    """Runs any causal LM of the transformers library, one run at a time."""
+
+    def __init__(self, model: PreTrainedModel, counters: Counters | None = None) -> None:
+        self._model = model
+        self.counters = counters or Counters()
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.config.get_text_config().vocab_size)
+
+    @property
+    def max_context(self) -> int:
+        """The most positions that the model was made for."""
+        return int(self._model.config.get_text_config().max_position_embeddings)
+
+    def new_cache(self) -> KVCache:
+        """Return an empty cache for one run."""
+        return KVCache(self._model.config)
+
+    @torch.inference_mode()
+    def extend(self, token_ids: Sequence[int], cache: KVCache) -> Tensor:
+        """Run the model over ``token_ids`` on top of ``cache`` and return the next-token logits.
+
+        Positions continue from ``cache.num_tokens``. If this raises, the cache is no longer whole
+        and must be dropped.
+
+        Returns:
+            ``(vocab,)`` float32, on the model's device.
+        """
+        input_ids = torch.tensor([token_ids], device=self.device)  # (1, seq)
+        outputs = self._model(
+            input_ids=input_ids, cache=cache.layers, use_cache=True, logits_to_keep=1
+        )
+        cache.num_tokens += len(token_ids)
+        self.counters.tokens_forwarded += len(token_ids)
+        self.counters.forward_passes += 1
+        return outputs.logits[0, -1].float()  # type: ignore[no-any-return]  # (vocab,)

@@ -1,0 +1,81 @@
+"""Text to token ids and token ids to bytes, with control ids out of reach of text.
+
+A chat format is made of control tokens (``<|im_end|>``) and of text. Text is data: a tool result
+may well contain the characters ``<|im_end|>``. So the two are encoded apart. Control tokens are
+looked up by name, and text goes through a copy of the tokenizer that has no added tokens (but for
+runs of white space, which some vocabularies add), and so cannot give a control id whatever the text
+says.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import llguidance
+from tokenizers import Tokenizer as FastTokenizer
+
+from sampler.counters import Counters
+
+
+class Tokenizer:
+    """Wraps a Hugging Face fast tokenizer for one model."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        stop_ids: Iterable[int],
+        vocab_size: int | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        """Wrap ``fast`` for a model.
+
+        Args:
+            fast: the tokenizer.
+            stop_ids: the ids that end a turn.
+            vocab_size: the number of logits, which models often pad; default: the tokenizer's.
+            counters: where encodes are counted.
+        """
+        self.stop_ids = frozenset(stop_ids)
+        self.counters = counters or Counters()
+        self.vocab_size = vocab_size or fast.get_vocab_size(with_added_tokens=True)
+        description = json.loads(fast.to_str())
+        self._added = {
+            token["content"]: token["id"]
+            for token in description["added_tokens"]
+            if token["content"].strip()
+        }
+        self._special_ids = frozenset(
+            token["id"] for token in description["added_tokens"] if token["special"]
+        )
+        self.guidance = llguidance.LLTokenizer(
+            json.dumps(description),
+            n_vocab=self.vocab_size,
+            eos_token=sorted(self.stop_ids),
+        )
+        """The same vocabulary as llguidance sees it."""
+        self._text = FastTokenizer.from_str(json.dumps(_without_added_tokens(description)))
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of the added tokens (control tokens among them) by their text."""
+        return self._added
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of ``text``, none of them an added token's.
+
+        Text that looks like a control token (``"<|im_end|>"``) is encoded as its characters.
+        """
+        self.counters.encodes += 1
+        return self._text.encode(text, add_special_tokens=False).ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that ``token_id`` stands for in text; control tokens stand for none."""
+        if token_id in self._special_ids or token_id in self.stop_ids:
+            return b""
+        return bytes(self.guidance.decode_bytes([token_id]))
+
+
+def _without_added_tokens(description: dict[str, Any]) -> dict[str, Any]:
+    """Drop the added tokens, and what a post-processor would add on its own (a BOS, say)."""
+    spaces = [token for token in description["added_tokens"] if not token["content"].strip()]
+    return {**description, "added_tokens": spaces, "post_processor": None}

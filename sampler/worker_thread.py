@@ -1,0 +1,49 @@
+"""One thread that does one kind of blocking work, in the order asked.
+
+``loop.run_in_executor`` returns at once when the caller is cancelled, and leaves the work writing
+behind its back. Here a cancelled caller waits for work that has begun, so what the work touches is
+whole when the caller moves on; work that has not begun is dropped.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class WorkerThread:
+    """A named thread that asyncio code hands functions to."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what ``function`` returns, or raise what it raises.
+
+        On cancellation: if the function has begun, it is waited for, and its result is lost.
+        """
+        work = self._executor.submit(function, *args, **kwargs)
+        result = asyncio.wrap_future(work)
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            if not work.cancel():
+                await _wait_through_cancellation(result)
+            raise
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has, and end the thread."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+async def _wait_through_cancellation(result: "asyncio.Future[T]") -> None:
+    while not result.done():
+        try:
+            await asyncio.wait([result])
+        except asyncio.CancelledError:
+            continue  # the first cancellation is raised once the work is over
+    if not result.cancelled():
+        result.exception()  # looked at, so that asyncio does not report it as never retrieved

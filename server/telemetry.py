@@ -1,0 +1,94 @@
+"""What can be seen from outside, in the Prometheus text format.
+
+The engine counts its own work in plain integers; they are read when someone asks, so counting costs
+the sampling loop nothing.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sampler.engine import Engine
+from sampler.run import RunState, Segment
+
+# From a cached kilobyte on a GPU to a cold context on a laptop.
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Telemetry:
+    """The metrics of one server."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine))
+        self.pre_inference = Counter(
+            "suspend_pre_inference",
+            "Times the work before inference was done: once a run.",
+            registry=self._registry,
+        )
+        self.post_inference = Counter(
+            "suspend_post_inference",
+            "Times the work after inference was done: once a run.",
+            registry=self._registry,
+        )
+        self._resume_seconds = Histogram(
+            "suspend_resume_seconds",
+            "From the append received to the first new token.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._first_token_seconds = Histogram(
+            "suspend_time_to_first_token_seconds",
+            "From the request encoded to the first token, of new runs.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    def observe_segment(self, segment: Segment, *, is_resumed: bool) -> None:
+        """Take note of a segment that ended."""
+        if (seconds := segment.time_to_first_token) is not None:
+            histogram = self._resume_seconds if is_resumed else self._first_token_seconds
+            histogram.observe(seconds)
+
+    def exposition(self) -> bytes:
+        """Return all metrics in the text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._engine.counters
+        for name, help_text, value in (
+            (
+                "tokens_forwarded",
+                "Positions that went through the model.",
+                counters.tokens_forwarded,
+            ),
+            (
+                "tokens_reforwarded",
+                "Positions that went through the model again for the same run.",
+                counters.tokens_reforwarded,
+            ),
+            ("tokens_sampled", "Tokens sampled.", counters.tokens_sampled),
+            ("forward_passes", "Forward passes.", counters.forward_passes),
+            ("template_renders", "Conversations laid out as turns.", counters.template_renders),
+            ("encodes", "Texts given to the tokenizer.", counters.encodes),
+        ):
+            yield CounterMetricFamily(f"suspend_{name}", help_text, value=value)
+        yield self._runs()
+        yield GaugeMetricFamily(
+            "suspend_kv_tokens", "Positions held in caches.", value=self._engine.kv_tokens
+        )
+
+    def _runs(self) -> GaugeMetricFamily:
+        runs = GaugeMetricFamily("suspend_runs", "Runs that hold a cache.", labels=["state"])
+        tally = Tally(run.state for run in self._engine.runs)
+        for state in (RunState.QUEUED, RunState.PREFILLING, RunState.DECODING, RunState.SUSPENDED):
+            runs.add_metric([state.value], tally[state])
+        return runs
