@@ -14,7 +14,7 @@ again, because it need not come back as the same ids.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -103,6 +103,14 @@ def tool_turn(calls: Sequence[FunctionCall], outputs: Sequence[str]) -> Turn:
     return Turn("tool", outputs=tuple(map(ToolOutput, calls, outputs)))
 
 
+def _told(
+    calls: Sequence[FunctionCall], outputs: Sequence[str], messages: Sequence[Message]
+) -> list[Turn]:
+    """Return the turns that follow one which ended in ``calls``."""
+    answer = [tool_turn(calls, outputs)] if calls else []
+    return answer + turns_of(Conversation(messages))
+
+
 def _open_turn(turns: list[Turn], role: str) -> Turn:
     """Return the last turn, after beginning one if the last is not ``role``'s."""
     if not turns or turns[-1].role != role:
@@ -160,8 +168,7 @@ class ChatMLFormat:
         messages: Sequence[Message] = (),
     ) -> list[int]:
         """Return the ids that follow a sampled turn which ended in ``calls``."""
-        turns = [tool_turn(calls, outputs)] if calls else []
-        turns += turns_of(Conversation(messages))
+        turns = _told(calls, outputs, messages)
         ids = [token_id for turn in turns for token_id in self._turn_ids(turn)]
         return [*self._newline, *ids, *self._headers["assistant"]]
 
@@ -238,6 +245,14 @@ def _tool(function: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
+def _parsed(arguments: str) -> Any:
+    """Return what templates want arguments to be: an object, or text where they are not one."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
 """``render(messages, tools, add_generation_prompt)`` of a model's chat template."""
 
@@ -276,7 +291,7 @@ class TemplateFormat:
         turns = turns_of(conversation)
         tools = None
         if conversation.functions and self._knows_tools:
-            tools = list(map(_tool, conversation.functions))
+            tools = self._guarded(list(map(_tool, conversation.functions)))
         elif conversation.functions:
             turns = with_tools_told(turns, conversation.functions)
         messages = [message for turn in turns for message in self._messages(turn)]
@@ -292,18 +307,35 @@ class TemplateFormat:
 
         The difference, in ids, between a made-up conversation that ends in these calls and the same
         one with the outputs: templates do not agree on what stands between the two.
+
+        Raises:
+            ValueError: the template does not tell where the sampled turn ends.
         """
         asked = Turn("user", "x"), Turn("assistant", "" if calls else "x", calls=tuple(calls))
-        told = [tool_turn(calls, outputs)] if calls else []
-        told += turns_of(Conversation(messages))
-        before = [message for turn in asked for message in self._messages(turn)]
-        after = [message for turn in told for message in self._messages(turn)]
-        without = self._ids(before, None, add_generation_prompt=False)
-        cut = _after_last(without, self._tokenizer.stop_ids)
-        whole = self._ids(before + after, None, add_generation_prompt=True)
-        if whole[:cut] != without[:cut]:
+        without = self._turn_ids(asked, add_generation_prompt=False)
+        ends = self._turn_ends(without)
+        if not ends or self._bytes(without[ends[-1] :]).strip():
+            raise ValueError("the chat template does not end a turn with an end-of-turn token")
+        whole = self._turn_ids([*asked, *_told(calls, outputs, messages)])
+        if whole[: ends[-1]] == without[: ends[-1]]:
+            return whole[ends[-1] :]
+        # Qwen 3 writes an empty <think> block into the last turn only. What was sampled stays as it
+        # is, so of the turn only its end matters, and that is where it was among the ends of turns,
+        # unless something before it depends on what is told.
+        cut = next(iter(self._turn_ends(whole)[len(ends) - 1 :]), len(whole))
+        other_messages = [Message(message.role, f"{message.text}x") for message in messages]
+        other = _told(calls, [f"{output}x" for output in outputs], other_messages)
+        if whole[:cut] != self._turn_ids([*asked, *other])[:cut]:
             raise ValueError("the chat template changes a turn once another follows it")
         return whole[cut:]
+
+    def _turn_ends(self, ids: Sequence[int]) -> list[int]:
+        """Return the indices after the end-of-turn ids."""
+        stop_ids = self._tokenizer.stop_ids
+        return [index + 1 for index, token_id in enumerate(ids) if token_id in stop_ids]
+
+    def _bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join(map(self._tokenizer.token_bytes, ids))
 
     def _messages(self, turn: Turn) -> list[dict[str, Any]]:
         if not self._knows_tools:
@@ -312,8 +344,8 @@ class TemplateFormat:
             return [
                 {
                     "role": "tool",
-                    "name": output.call.name,
-                    "tool_call_id": output.call.call_id,
+                    "name": self._guarded(output.call.name),
+                    "tool_call_id": self._guarded(output.call.call_id),
                     "content": self._guarded(output.text),
                 }
                 for output in turn.outputs
@@ -324,13 +356,30 @@ class TemplateFormat:
         return [message]
 
     def _tool_call(self, call: FunctionCall) -> dict[str, Any]:
-        arguments = json.loads(self._guarded(call.arguments) or "{}")
-        function = {"name": call.name, "arguments": arguments}
-        return {"type": "function", "id": call.call_id, "function": function}
+        function = {"name": call.name, "arguments": _parsed(call.arguments)}
+        return {
+            "type": "function",
+            "id": self._guarded(call.call_id),
+            "function": self._guarded(function),
+        }
 
-    def _guarded(self, text: str) -> str:
-        text = text.replace(_GUARD, "")
-        return self._control_pattern.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
+    def _guarded(self, data: Any) -> Any:
+        """Return ``data`` with the control strings in it broken up, however deep they lie."""
+        match data:
+            case str():
+                return self._control_pattern.sub(
+                    lambda found: found[0][0] + _GUARD + found[0][1:], data.replace(_GUARD, "")
+                )
+            case list():
+                return [self._guarded(item) for item in data]
+            case dict():
+                return {self._guarded(key): self._guarded(value) for key, value in data.items()}
+            case _:
+                return data
+
+    def _turn_ids(self, turns: Iterable[Turn], *, add_generation_prompt: bool = True) -> list[int]:
+        messages = [message for turn in turns for message in self._messages(turn)]
+        return self._ids(messages, None, add_generation_prompt=add_generation_prompt)
 
     def _ids(
         self, messages: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool
@@ -350,11 +399,3 @@ class TemplateFormat:
     def _encode_text(self, text: str) -> list[int]:
         text = text.replace(_GUARD, "")
         return self._tokenizer.encode_text(text) if text else []
-
-
-def _after_last(ids: Sequence[int], stop_ids: frozenset[int]) -> int:
-    """Return the index after the last end-of-turn id."""
-    for index in range(len(ids), 0, -1):
-        if ids[index - 1] in stop_ids:
-            return index
-    raise ValueError("the chat template does not end a turn with an end-of-turn token")

@@ -8,6 +8,7 @@ marker cannot be completed at all. So arguments that reach a client always parse
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,12 +67,13 @@ class GrammarCompiler:
         self._compiled: dict[str, llguidance.LLMatcher] = {}
 
     def check(self, function: FunctionTool) -> None:
-        """Make sure that calls of ``function`` can be constrained.
+        """Make sure that calls of ``function`` can be constrained, forced or not.
 
         Raises:
             GrammarError: its parameters schema cannot be compiled; says why.
         """
-        self._compile(self._grammar(ToolConstraint((function,), 1, 1)))
+        for min_calls in (0, 1):
+            self._compile(self._grammar(ToolConstraint((function,), min_calls, 1)))
 
     def matcher(self, constraint: ToolConstraint) -> Matcher | None:
         """Return a fresh matcher for one segment, or None where there is nothing to constrain."""
@@ -85,8 +87,8 @@ class GrammarCompiler:
         if (compiled := self._compiled.get(grammar)) is None:
             compiled = llguidance.LLMatcher(self._tokenizer.guidance, grammar, log_level=0)
             if compiled.is_error():
-                raise GrammarError(_first_line(compiled.get_error()))
-            if len(self._compiled) >= 64:
+                raise GrammarError(_reason(compiled.get_error()))
+            if len(self._compiled) >= 256:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[grammar] = compiled
         return compiled
@@ -103,7 +105,10 @@ def _text_without_calls() -> str:
 
 
 def _calls(constraint: ToolConstraint, max_string: int) -> str:
-    more = "" if constraint.max_calls == 1 else f" ({_literal(f'{chr(10)}{BEGIN}')} body)*"
+    # The first call is spelled out, the others repeat.
+    least = max(constraint.min_calls - 1, 0)
+    most = "" if constraint.max_calls is None else constraint.max_calls - 1
+    more = "" if most == 0 else f" ({_literal(f'{chr(10)}{BEGIN}')} body){{{least},{most}}}"
     forced = f"{_literal(BEGIN)} body{more}"
     lines = ["%llguidance {}"]
     if constraint.is_forced:
@@ -134,7 +139,7 @@ def _literal(text: str) -> str:
 def _arguments_schema(function: FunctionTool, max_string: int) -> dict[str, Any]:
     schema = dict(function.parameters or {})
     schema.setdefault("type", "object")
-    if not schema.get("properties"):
+    if not schema.get("properties") and not schema.keys() & _MEMBERS_ELSEWHERE:
         # A function that declares nothing takes nothing; JSON Schema would let the model invent.
         schema.setdefault("additionalProperties", False)
     if max_string:
@@ -142,45 +147,90 @@ def _arguments_schema(function: FunctionTool, max_string: int) -> dict[str, Any]
     return {**schema, "x-guidance": _JSON_STYLE}
 
 
+# Keywords that put further schemas on the very value that their own schema describes.
+_COMBINATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+# Keywords by which an object without properties still declares some.
+_MEMBERS_ELSEWHERE = _COMBINATORS | {"required", "minProperties", "patternProperties"}
 # Keywords that bound a string already, or name the very strings allowed.
-_STRING_BOUNDS = ("maxLength", "enum", "const", "pattern", "format")
+_STRING_BOUNDS = frozenset({"maxLength", "enum", "const", "pattern", "format"})
 # Keywords whose value maps names to schemas.
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 # Keywords whose value is a schema or a list of schemas, each of which stands for itself.
-_SUBSCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
-# Beside these an object's own properties may not be all of its properties.
-_COMBINATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties")
+_SUBSCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
+# Keywords that leave what a combinator says as it is.
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"type", "nullable", "discriminator", "$defs", "definitions", "$schema", "$id", "$comment"}
+)
 
 
 def bound_strings(schema: Any, max_length: int) -> Any:
     """Return ``schema`` narrowed so that no string it admits is open-ended.
 
     Strings that no keyword bounds get ``maxLength``; objects that list properties admit no others.
-    What the narrowed schema admits, the original admits too.
+    What the narrowed schema admits, the original admits too, provided that the branches of a
+    ``oneOf`` exclude each other, and llguidance compiles no others. Where several schemas describe
+    one value (``properties`` beside ``anyOf``, say), it is left as it is: what remained of each
+    might exclude the others.
     """
+    return schema if _combines(schema) else _bounded(schema, max_length)
+
+
+def _combines(schema: Any) -> bool:
+    """Tell whether several schemas describe one value, here or further in."""
     if isinstance(schema, list):
-        return [bound_strings(item, max_length) for item in schema]
+        return any(map(_combines, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    combinators = schema.keys() & _COMBINATORS
+    if combinators and len(schema.keys() - _ANNOTATIONS) > 1:
+        return True
+    if "allOf" in schema and not (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1):
+        return True
+    inner = [schema[key] for key in schema.keys() & set(_SUBSCHEMAS)]
+    for key in schema.keys() & set(_SCHEMA_MAPS):
+        inner += schema[key].values() if isinstance(schema[key], Mapping) else []
+    return any(map(_combines, inner))
+
+
+def _bounded(schema: Any, max_length: int) -> Any:
+    if isinstance(schema, list):
+        return [_bounded(item, max_length) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     bounded = dict(schema)
     for key in schema.keys() & set(_SCHEMA_MAPS):
         if isinstance(schema[key], Mapping):
             bounded[key] = {
-                name: bound_strings(value, max_length) for name, value in schema[key].items()
+                name: _bounded(value, max_length) for name, value in schema[key].items()
             }
     for key in schema.keys() & set(_SUBSCHEMAS):
-        bounded[key] = bound_strings(schema[key], max_length)
-    if _admits(schema, "string") and not any(key in schema for key in _STRING_BOUNDS):
-        bounded["maxLength"] = max(max_length, int(schema.get("minLength", 0)))
-    if schema.get("properties") and not any(key in schema for key in _COMBINATORS):
+        bounded[key] = _bounded(schema[key], max_length)
+    if _is_open_string(schema):
+        bounded["maxLength"] = max(max_length, schema.get("minLength", 0))
+    if _lists_its_members(schema):
         bounded.setdefault("additionalProperties", False)
     return bounded
 
 
-def _admits(schema: Mapping[str, Any], kind: str) -> bool:
+def _is_open_string(schema: Mapping[str, Any]) -> bool:
     declared = schema.get("type")
-    return declared == kind or (isinstance(declared, list) and kind in declared)
+    admits_strings = declared == "string" or (isinstance(declared, list) and "string" in declared)
+    has_length = isinstance(schema.get("minLength", 0), int)  # if not, llguidance says so
+    return admits_strings and has_length and not schema.keys() & (_STRING_BOUNDS | _COMBINATORS)
 
 
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "unknown error"
+def _lists_its_members(schema: Mapping[str, Any]) -> bool:
+    """Tell whether an object can do with the properties that it lists."""
+    listed, required = schema.get("properties"), schema.get("required", [])
+    if not (isinstance(listed, Mapping) and isinstance(required, list)):
+        return False
+    names = list(listed)
+    return bool(names) and all(name in names for name in required) and "minProperties" not in schema
+
+
+def _reason(error: str) -> str:
+    """Return what llguidance says is wrong, in one line, without where that is in our grammar."""
+    said = re.split(r"\n +\d+ \| ", error)[0]
+    lines = [line.strip() for line in said.splitlines() if line.strip(" ^")]
+    return re.sub(r"^at \d+\(\d+\): ", "", " ".join(lines)) or "unknown error"

@@ -91,16 +91,26 @@ def _first_line(error: Exception) -> str:
 
 def _pick_device(device: str) -> torch.device:
     if device != "auto":
-        return torch.device(device)
+        try:
+            return torch.empty(0, device=device).device
+        # A torch without CUDA asserts, one without any such device finds nothing implemented.
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            message = f"cannot use the device {device!r}: {_first_line(error)}"
+            raise ModelLoadError(message) from error
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
 def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    if dtype not in _DTYPES:
+        raise ModelLoadError(f"expected a dtype of {', '.join(_DTYPES)} or auto, not {dtype!r}")
+    return _DTYPES[dtype]
 
 
 def _stop_ids(model: PreTrainedModel, eos_token_id: int | None) -> set[int]:

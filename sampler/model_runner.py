@@ -54,10 +54,17 @@ class ModelRunner:
             ``(vocab,)`` float32, on the model's device.
         """
         input_ids = torch.tensor([token_ids], device=self.device)  # (1, seq)
+        start, stop = cache.num_tokens, cache.num_tokens + len(token_ids)
+        # Most models would work the positions out of the cache. Bamba starts anew at 0.
+        position_ids = torch.arange(start, stop, device=self.device)[None]  # (1, seq)
         outputs = self._model(
-            input_ids=input_ids, cache=cache.layers, use_cache=True, logits_to_keep=1
+            input_ids=input_ids,
+            position_ids=position_ids,
+            cache=cache.layers,
+            use_cache=True,
+            logits_to_keep=1,
         )
-        cache.num_tokens += len(token_ids)
+        cache.num_tokens = stop
         self.counters.tokens_forwarded += len(token_ids)
         self.counters.forward_passes += 1
         return outputs.logits[0, -1].float()  # type: ignore[no-any-return]  # (vocab,)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from sampler.params import SamplingParams
 
+# Logits divided by a temperature under this one may overflow, and then even a mask means nothing.
+_GREEDY_BELOW = 1e-5
+
 
 def sample(
     logits: Tensor, params: SamplingParams, position: int, mask: np.ndarray | None = None
@@ -28,7 +31,7 @@ def sample(
     if mask is not None:
         allowed = torch.from_numpy(mask).to(logits.device)
         logits = logits.masked_fill(~allowed, -torch.inf)
-    if params.temperature == 0:
+    if params.temperature < _GREEDY_BELOW:
         return int(torch.argmax(logits))
     scores = torch.log_softmax(logits / params.temperature, dim=-1)
     if params.top_p < 1:
@@ -53,5 +56,5 @@ def _keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
     ordered, order = torch.sort(scores, descending=True, stable=True)  # (vocab,)
     probabilities = ordered.exp()
     before = torch.cumsum(probabilities, dim=-1) - probabilities
-    dropped = order[before >= top_p]
+    dropped = order[1:][before[1:] >= top_p]
     return scores.index_fill(0, dropped, -torch.inf)

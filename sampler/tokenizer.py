@@ -8,7 +8,7 @@ says.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import llguidance
@@ -44,9 +44,10 @@ class Tokenizer:
             for token in description["added_tokens"]
             if token["content"].strip()
         }
-        self._special_ids = frozenset(
-            token["id"] for token in description["added_tokens"] if token["special"]
-        )
+        special_ids = {token["id"] for token in description["added_tokens"] if token["special"]}
+        # Logits that only pad the vocabulary belong to no token.
+        padding_ids = set(range(self.vocab_size)).difference(fast.get_vocab().values())
+        self._silent_ids = self.stop_ids | special_ids | padding_ids
         self.guidance = llguidance.LLTokenizer(
             json.dumps(description),
             n_vocab=self.vocab_size,
@@ -63,14 +64,16 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of ``text``, none of them an added token's.
 
-        Text that looks like a control token (``"<|im_end|>"``) is encoded as its characters.
+        Text that looks like a control token (``"<|im_end|>"``) is encoded as its characters. Half a
+        surrogate pair, which JSON can smuggle into a string, is no character and becomes U+FFFD.
         """
         self.counters.encodes += 1
+        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         return self._text.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that ``token_id`` stands for in text; control tokens stand for none."""
-        if token_id in self._special_ids or token_id in self.stop_ids:
+        if token_id in self._silent_ids:
             return b""
         return bytes(self.guidance.decode_bytes([token_id]))
 
@@ -78,4 +81,22 @@ class Tokenizer:
 def _without_added_tokens(description: dict[str, Any]) -> dict[str, Any]:
     """Drop the added tokens, and what a post-processor would add on its own (a BOS, say)."""
     spaces = [token for token in description["added_tokens"] if not token["content"].strip()]
-    return {**description, "added_tokens": spaces, "post_processor": None}
+    words = {token["content"] for token in description["added_tokens"]}
+    model = description["model"]
+    if model["type"] == "BPE":
+        model = _without_words(model, words)
+        # An added token that the vocabulary lacks would be numbered anew.
+        model["vocab"] |= {token["content"]: token["id"] for token in spaces}
+    return {**description, "added_tokens": spaces, "post_processor": None, "model": model}
+
+
+def _without_words(model: dict[str, Any], words: Set[str]) -> dict[str, Any]:
+    """Drop ``words`` from a BPE vocabulary, unless merges make them of ordinary text.
+
+    With ``ignore_merges`` a piece of text that is in the vocabulary gets its id, merges or not.
+    """
+    merged = {part for merge in model["merges"] for part in (*merge, "".join(merge))}
+    words = words - merged
+    vocab = {word: token_id for word, token_id in model["vocab"].items() if word not in words}
+    unknown = None if model["unk_token"] in words else model["unk_token"]
+    return {**model, "vocab": vocab, "unk_token": unknown}

@@ -19,7 +19,10 @@ from dataclasses import dataclass
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+# Without "<" in the name, so that the head of a call cannot contain the end marker, which is looked
+# for while the head is not complete.
+_NAME = r'"(?:[^"\\<\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
+_HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_NAME})\s*,\s*"arguments"\s*:\s*(?=\{{)')
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class ToolCallParser:
 
     def _in_head(self, parsed: list[Parsed]) -> bool:
         if head := _HEAD.match(self._buffer):
-            parsed.append(CallBegan(json.loads(f'"{head[1]}"')))
+            parsed.append(CallBegan(json.loads(head[1])))
             self._buffer, self._step = self._buffer[head.end() :], self._in_arguments
             self._scanner = _ObjectScanner()
             return True
