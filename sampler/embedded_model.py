@@ -82,20 +82,6 @@ def ensure_embedded_model(progress: Progress | None = None) -> Path:
     return directory
 
 
-def is_converted() -> bool:
-    """Tell whether the model directory is there with files of the right sizes.
-
-    Cheap, for deciding whether to announce a conversion; only ``ensure_embedded_model`` verifies
-    the checksums.
-    """
-    directory = _model_directory()
-    try:
-        files = _read_manifest(directory).files
-        return all((directory / name).stat().st_size == files[name].size for name in files)
-    except (OSError, ValueError):  # not there, or not a manifest
-        return False
-
-
 def _model_directory() -> Path:
     override = os.environ.get("SUSPENDED_SAMPLING_CACHE")
     cache = Path(override) if override else platformdirs.user_cache_path("suspended-sampling")

@@ -139,7 +139,7 @@ def _literal(text: str) -> str:
 def _arguments_schema(function: FunctionTool, max_string: int) -> dict[str, Any]:
     schema = dict(function.parameters or {})
     schema.setdefault("type", "object")
-    if not schema.get("properties") and not schema.keys() & _MEMBERS_ELSEWHERE:
+    if not any(schema.get(key) for key in _MEMBERS):
         # A function that declares nothing takes nothing; JSON Schema would let the model invent.
         schema.setdefault("additionalProperties", False)
     if max_string:
@@ -149,8 +149,8 @@ def _arguments_schema(function: FunctionTool, max_string: int) -> dict[str, Any]
 
 # Keywords that put further schemas on the very value that their own schema describes.
 _COMBINATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-# Keywords by which an object without properties still declares some.
-_MEMBERS_ELSEWHERE = _COMBINATORS | {"required", "minProperties", "patternProperties"}
+# Keywords by which an object says that it has members.
+_MEMBERS = _COMBINATORS | {"properties", "patternProperties", "required", "minProperties"}
 # Keywords that bound a string already, or name the very strings allowed.
 _STRING_BOUNDS = frozenset({"maxLength", "enum", "const", "pattern", "format"})
 # Keywords whose value maps names to schemas.

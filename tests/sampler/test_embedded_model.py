@@ -32,7 +32,6 @@ from sampler.embedded_model import (
     EMBEDDED_MODEL_NAME,
     EmbeddedModelError,
     ensure_embedded_model,
-    is_converted,
 )
 
 CACHE_VARIABLE = "SUSPENDED_SAMPLING_CACHE"
@@ -213,12 +212,7 @@ def overwrite_with_zeros(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_conversion_leaves_one_whole_directory(
-    conversion: Conversion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(conversion.cache))
-
-    assert is_converted()
+def test_a_conversion_leaves_one_whole_directory(conversion: Conversion) -> None:
     assert directories_in(conversion.cache) == [conversion.cache / DIRECTORY_NAME]
     assert conversion.directory == conversion.cache / DIRECTORY_NAME
     files = sorted(conversion.directory.iterdir())
@@ -255,20 +249,19 @@ def test_a_conversion_that_is_interrupted_leaves_nothing(cache: Path) -> None:
         ensure_embedded_model(interrupt)
 
     assert directories_in(cache) == []
-    assert not is_converted()
 
 
 @pytest.mark.slow
 def test_a_killed_conversion_leaves_no_model_and_the_next_clears_up(cache: Path) -> None:
     with start_conversion("os.kill(os.getpid(), signal.SIGKILL)") as process:
         process.wait()
-    num_directories_left, passes_for_a_model = len(directories_in(cache)), is_converted()
+    left = directories_in(cache)
     with pytest.raises(KeyboardInterrupt):
         ensure_embedded_model(interrupt)
 
     assert process.returncode == -signal.SIGKILL
-    assert num_directories_left == 1
-    assert not passes_for_a_model
+    assert len(left) == 1
+    assert left != [cache / DIRECTORY_NAME]
     assert directories_in(cache) == []
 
 
@@ -282,22 +275,14 @@ def test_a_damaged_file_is_not_used(name: str, linked_directory: Path, without_w
 
 
 @pytest.mark.parametrize("manifest", [b"", b"{", b"\xff", b"[]", b'{"files": {}}'])
-def test_a_directory_without_a_sound_manifest_is_not_converted(
-    manifest: bytes, cache: Path
+def test_a_directory_without_a_sound_manifest_is_not_used(
+    manifest: bytes, cache: Path, without_wheel: None
 ) -> None:
     (cache / DIRECTORY_NAME).mkdir()
     (cache / DIRECTORY_NAME / "manifest.json").write_bytes(manifest)
 
-    assert not is_converted()
-
-
-def test_a_file_of_the_wrong_size_is_noticed_without_reading_it(linked_directory: Path) -> None:
-    before = is_converted()
-    (linked_directory / "tokenizer.json").unlink()
-    (linked_directory / "tokenizer.json").write_text("{}")
-
-    assert before
-    assert not is_converted()
+    with pytest.raises(EmbeddedModelError):
+        ensure_embedded_model()
 
 
 @pytest.mark.slow

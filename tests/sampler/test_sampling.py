@@ -1,0 +1,279 @@
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sampler.params import SamplingParams
+from sampler.sampling import gumbel_noise, sample
+
+PROBABILITIES = [0.05, 0.5, 0.15, 0.3]
+LARGEST_SEED = 2**63 - 1
+GREEDY = SamplingParams(temperature=0)
+PINNED = [386, 877, 794, 142, 679]
+
+
+def logits_of(probabilities: list[float]) -> Tensor:
+    return torch.tensor(probabilities).log()
+
+
+def random_logits(size: int = 64) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1))
+
+
+def allow(*token_ids: int, size: int = 4) -> np.ndarray:
+    mask = np.zeros(size, dtype=bool)
+    mask[list(token_ids)] = True
+    return mask
+
+
+def tokens(
+    logits: Tensor, params: SamplingParams, mask: np.ndarray | None = None, positions: int = 300
+) -> list[int]:
+    return [sample(logits, params, position, mask) for position in range(positions)]
+
+
+# --- Greedy --------------------------------------------------------------------------------------
+
+
+def test_temperature_zero_takes_the_most_likely_token() -> None:
+    logits = random_logits()
+
+    assert set(tokens(logits, GREEDY, positions=20)) == {int(logits.argmax())}
+
+
+def test_greedy_sampling_reads_neither_seed_nor_top_p() -> None:
+    logits = random_logits()
+
+    params = SamplingParams(temperature=0, top_p=0.1, seed=7)
+
+    assert sample(logits, params, 0) == sample(logits, GREEDY, 0)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-40, 5e-324])
+def test_a_temperature_near_zero_comes_to_greedy(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+
+    assert set(tokens(logits_of(PROBABILITIES), params)) == {1}
+    assert set(tokens(logits_of(PROBABILITIES), params, allow(0, 2))) == {2}
+
+
+def test_a_temperature_without_end_comes_to_even_chances() -> None:
+    counts = Counter(tokens(logits_of(PROBABILITIES), SamplingParams(temperature=1e6)))
+
+    assert counts.keys() == {0, 1, 2, 3}
+    assert min(counts.values()) > 50
+
+
+# --- A function of seed, position and logits -----------------------------------------------------
+
+
+def test_a_token_does_not_depend_on_what_was_sampled_before() -> None:
+    logits, params = random_logits(), SamplingParams(seed=3)
+    in_order = tokens(logits, params, positions=50)
+
+    backwards = [sample(logits, params, position) for position in reversed(range(50))]
+    between_others = []
+    for position in range(50):
+        tokens(-logits, SamplingParams(temperature=2, seed=position), positions=position % 3)
+        between_others.append(sample(logits, params, position))
+
+    assert backwards[::-1] == in_order
+    assert between_others == in_order
+
+
+def test_a_token_does_not_depend_on_the_generators_of_the_process() -> None:
+    logits, params = random_logits(), SamplingParams(seed=3)
+
+    torch.manual_seed(1)
+    first = tokens(logits, params, positions=50)
+    torch.manual_seed(2)
+    second = tokens(logits, params, positions=50)
+
+    assert first == second
+
+
+def test_sampling_leaves_the_generators_of_the_process_alone() -> None:
+    before = torch.get_rng_state()
+
+    tokens(random_logits(), SamplingParams(top_p=0.9), positions=5)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_token_is_the_same_on_any_thread() -> None:
+    logits, params = random_logits(), SamplingParams(seed=3)
+    here, there = tokens(logits, params, positions=50), list[int]()
+
+    thread = threading.Thread(target=lambda: there.extend(tokens(logits, params, positions=50)))
+    thread.start()
+    thread.join()
+
+    assert there == here
+
+
+def test_sampling_leaves_the_logits_as_they_were() -> None:
+    logits = random_logits()
+    before = logits.clone()
+
+    sample(logits, SamplingParams(temperature=0.5, top_p=0.5), 0, allow(1, 2, 3, size=64))
+
+    assert torch.equal(logits, before)
+
+
+def test_the_drawn_token_is_pinned_across_versions() -> None:
+    """A seed that a client kept must go on meaning the same tokens."""
+    assert tokens(torch.zeros(1000), SamplingParams(seed=42), positions=5) == PINNED
+
+
+# --- Noise ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, LARGEST_SEED])
+@pytest.mark.parametrize("position", [0, 1, 2**20])
+def test_noise_is_finite_and_has_the_gumbel_distribution(seed: int, position: int) -> None:
+    noise = gumbel_noise(seed, position, 50_000)
+
+    assert noise.shape == (50_000,)
+    assert noise.dtype == np.float32
+    assert np.isfinite(noise).all()
+    assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.03)
+    assert noise.var() == pytest.approx(np.pi**2 / 6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((0, 5), (0, 6)),  # neighbours
+        ((0, 5), (1, 5)),
+        ((1, 2), (2, 1)),
+        ((0, 1), (1, 0)),
+        ((0, 0), (2**62, 0)),
+        ((0, 0), (0, 2**31)),
+    ],
+)
+def test_another_seed_or_position_gives_independent_noise(
+    one: tuple[int, int], other: tuple[int, int]
+) -> None:
+    size = 10_000
+    first, second = gumbel_noise(*one, size), gumbel_noise(*other, size)
+
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+    # Nor is one the other's, shifted: of 10,000 values out of 2**24, 6 are shared by chance.
+    assert len(np.intersect1d(first, second)) < 25
+
+
+def test_noise_of_one_seed_and_position_is_always_the_same() -> None:
+    assert np.array_equal(gumbel_noise(5, 9, 100), gumbel_noise(5, 9, 100))
+
+
+# --- Frequencies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_frequencies_over_positions_follow_the_softmax(temperature: float) -> None:
+    logits = random_logits(8)
+
+    drawn = tokens(logits, SamplingParams(temperature=temperature, seed=11), positions=1500)
+
+    assert chi_square(drawn, torch.softmax(logits / temperature, dim=-1)) < CRITICAL_7
+
+
+def test_frequencies_over_seeds_follow_the_softmax() -> None:
+    logits = random_logits(8)
+
+    drawn = [sample(logits, SamplingParams(seed=seed), 17) for seed in range(1500)]
+
+    assert chi_square(drawn, torch.softmax(logits, dim=-1)) < CRITICAL_7
+
+
+def test_frequencies_in_the_nucleus_keep_their_proportions() -> None:
+    logits = random_logits(8)
+    nucleus = torch.softmax(logits, dim=-1).sort(descending=True).indices[:3]
+    top_p = float(torch.softmax(logits, dim=-1)[nucleus].sum()) - 1e-3
+
+    drawn = tokens(logits, SamplingParams(top_p=top_p, seed=5), positions=1000)
+
+    expected = torch.zeros(8).index_fill(0, nucleus, 1) * torch.softmax(logits, dim=-1)
+    assert chi_square(drawn, expected / expected.sum()) < CRITICAL_2
+
+
+CRITICAL_2, CRITICAL_7 = 13.82, 24.32
+"""What chi-square exceeds once in a thousand, for 2 and 7 degrees of freedom."""
+
+
+def chi_square(drawn: list[int], probabilities: Tensor) -> float:
+    counts = Counter(drawn)
+    expected = {token: p * len(drawn) for token, p in enumerate(probabilities.tolist()) if p > 0}
+    assert counts.keys() <= expected.keys()
+    return sum((counts[token] - n) ** 2 / n for token, n in expected.items())
+
+
+# --- Nucleus -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("top_p", "nucleus"),
+    [
+        (1e-60, {1}),  # the most likely token, always
+        (0.01, {1}),
+        (0.49, {1}),
+        (0.51, {1, 3}),
+        (0.79, {1, 3}),
+        (0.81, {1, 2, 3}),
+        (0.94, {1, 2, 3}),
+        (0.96, {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, nucleus: set[int]) -> None:
+    assert set(tokens(logits_of(PROBABILITIES), SamplingParams(top_p=top_p))) == nucleus
+
+
+def test_top_p_counts_probabilities_after_the_temperature() -> None:
+    hot, cold = (SamplingParams(temperature=t, top_p=0.6) for t in (100.0, 0.25))
+
+    assert len(set(tokens(logits_of(PROBABILITIES), hot))) == 3
+    assert len(set(tokens(logits_of(PROBABILITIES), cold))) == 1
+
+
+def test_top_p_counts_probabilities_among_the_allowed_tokens() -> None:
+    params = SamplingParams(top_p=0.55)  # of 0.05, 0.15 and 0.3 the last alone is 0.6
+
+    assert set(tokens(logits_of(PROBABILITIES), params, allow(0, 2, 3))) == {3}
+
+
+def test_of_equally_likely_tokens_the_nucleus_keeps_the_first() -> None:
+    assert set(tokens(torch.zeros(4), SamplingParams(top_p=0.4))) == {0, 1}
+
+
+# --- Mask ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-40, 0.1, 1.0, 2.0, 1e6])
+@pytest.mark.parametrize("top_p", [1e-60, 0.1, 0.9, 1.0])
+def test_a_masked_token_is_never_drawn_however_likely(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([1e4, 0.0, 1.0, 1e30])
+    params = SamplingParams(temperature, top_p)
+
+    assert set(tokens(logits, params, allow(1, 2), positions=50)) <= {1, 2}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [0.1, 1.0])
+def test_a_token_that_alone_is_allowed_is_drawn_however_unlikely(
+    temperature: float, top_p: float
+) -> None:
+    logits = torch.tensor([1e4, 0.0, -1e4, 1e4])
+
+    assert set(tokens(logits, SamplingParams(temperature, top_p), allow(2), positions=20)) == {2}
+
+
+def test_a_mask_that_allows_all_changes_nothing() -> None:
+    logits, params = random_logits(), SamplingParams(top_p=0.9, seed=8)
+
+    masked = tokens(logits, params, np.ones(64, dtype=bool), positions=50)
+
+    assert masked == tokens(logits, params, positions=50)
