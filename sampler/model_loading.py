@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -58,8 +59,11 @@ def load_model(
     """
     if source is None or source == EMBEDDED_MODEL_NAME:
         return _load(ensure_embedded_model(progress), EMBEDDED_MODEL_NAME, device, dtype)
-    name = Path(source).resolve().name if Path(source).is_dir() else str(source)
-    return _load(source, name, device, dtype)
+    if Path(source).is_dir():
+        return _load(source, Path(source).resolve().name, device, dtype)
+    if isinstance(source, Path) or source.startswith((".", "/", "~")):
+        raise ModelLoadError(f"there is no model directory {str(source)!r}")
+    return _load(source, source, device, dtype)
 
 
 def _load(source: str | Path, name: str, device: str, dtype: str) -> LoadedModel:
@@ -70,7 +74,7 @@ def _load(source: str | Path, name: str, device: str, dtype: str) -> LoadedModel
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype)
         torch.nn.Module.to(model, torch_device)  # the model's own `to` is typed wrongly
         hf_tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     if not hf_tokenizer.is_fast:
         raise ModelLoadError(f"the model {name!r} has no fast tokenizer")
@@ -95,8 +99,8 @@ def _pick_device(device: str) -> torch.device:
             return torch.empty(0, device=device).device
         # A torch without CUDA asserts, one without any such device finds nothing implemented.
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            message = f"cannot use the device {device!r}: {_first_line(error)}"
-            raise ModelLoadError(message) from error
+            reason, _, _ = _first_line(error).partition(". ")
+            raise ModelLoadError(f"cannot use the device {device!r}: {reason}") from error
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

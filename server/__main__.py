@@ -110,7 +110,7 @@ def main(
 
 def _load(model: str | None, device: Device, dtype: Dtype) -> LoadedModel:
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("converting the model (once)", visible=False)
 
         def show(done: int, total: int) -> None:
@@ -136,6 +136,8 @@ class Server(uvicorn.Server):
             "shutdown 1/3: closing the port and %d connections", len(self.server_state.connections)
         )
         await super().shutdown()
+        if (tasks := self.server_state.tasks) and not self.force_exit:
+            await asyncio.wait(tasks)  # uvicorn cancelled them, and each ends its step in flight
         logger.info("shutdown 2/3: connections closed, their runs freed")
 
     @contextmanager

@@ -4,7 +4,7 @@ import logging
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
@@ -14,7 +14,7 @@ from protocol.dialect import negotiate
 from protocol.errors import ProtocolError
 from sampler.engine import Engine
 from server.connection import Connection
-from server.http_api import HttpApi, error_response
+from server.http_api import CLIENT_CLOSED_REQUEST, HttpApi, error_response
 from server.services import Services
 from server.settings import Settings
 
@@ -27,7 +27,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
     api = HttpApi(services)
 
     async def responses_socket(websocket: WebSocket) -> None:
-        beta = websocket.headers.get("openai-beta", "")
+        beta = ",".join(websocket.headers.getlist("openai-beta"))
         try:
             dialect = negotiate(beta, websocket.query_params.get("dialect"))
         except ProtocolError as error:
@@ -48,6 +48,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
         exception_handlers={
             ProtocolError: _protocol_error,
             HTTPException: _http_error,
+            ClientDisconnect: _client_gone,
             Exception: _internal_error,
         },
     )
@@ -61,7 +62,12 @@ async def _protocol_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses: no such path, no such method."""
     assert isinstance(error, HTTPException)
-    return error_response(ProtocolError(error.detail, status=error.status_code))
+    return error_response(ProtocolError(error.detail, status=error.status_code), error.headers)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    """The client left before its body was whole, which is no mistake of ours."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

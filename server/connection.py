@@ -99,7 +99,7 @@ class Connection:
     async def _create(self, frame: dict[str, Any]) -> None:
         """Prepare a run and have it sampled after those before it.
 
-        A create that is in order abandons a run that is suspended here.
+        A create that is in order abandons a run that is suspended here, or will be before its turn.
         """
         if self._queue.full():
             raise errors.too_many_queued(self._queue.maxsize)
@@ -160,6 +160,10 @@ class Connection:
         self._sampled_call_ids.update(call.call_id for call in suspension.calls)
         self._resumption = asyncio.get_running_loop().create_future()
         self._lane.apply(LaneEvent.SUSPEND)
+        if not self._queue.empty():
+            # A create that came during sampling abandons the run as well: it waits for its turn,
+            # and its client for the answer.
+            self._resume(LaneEvent.ABANDON, None)
         return self._resumption
 
     async def _send(self, event: Any) -> None:

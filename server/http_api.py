@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -39,7 +39,8 @@ class HttpApi:
 
     async def upgrade_required(self, request: Request) -> Response:
         """``GET /v1/responses`` without an upgrade."""
-        return error_response(errors.upgrade_required())
+        # RFC 9110, 15.5.22: a 426 names the protocol.
+        return error_response(errors.upgrade_required(), {"Upgrade": "websocket"})
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
@@ -121,8 +122,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def error_response(error: ProtocolError) -> Response:
+def error_response(error: ProtocolError, headers: Mapping[str, str] | None = None) -> Response:
     """Return the HTTP answer for ``error``."""
     return Response(
-        encode(errors.error_body(error)), status_code=error.status, media_type="application/json"
+        encode(errors.error_body(error)),
+        status_code=error.status,
+        headers=headers,
+        media_type="application/json",
     )

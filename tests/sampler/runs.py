@@ -1,7 +1,8 @@
 """What tests of the engine share: a tiny model whose calls are one token long, and its clients.
 
 A whole tool call is a token of its own here. So a turn takes two or three steps, and no sampled
-call is what encoding its text would give.
+call is what encoding its text would give. (Where a grammar leaves no choice but to call, it wants
+the call spelled out, as encoding would.)
 """
 
 import asyncio
@@ -33,8 +34,8 @@ from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, call_text
 
 OSLO_CALL = call_text("get_weather", '{"city": "Oslo"}')
 ROME_CALL = call_text("get_weather", '{"city": "Rome"}')
-CALL_OSLO, CALL_ROME, MERGED_AB = 259, 260, 261
-VOCAB_SIZE = 262
+CALL_OSLO, CALL_ROME, AND_CALL_ROME, MERGED_AB = 259, 260, 261, 262
+VOCAB_SIZE = 263
 DEADLINE_SECONDS = 10.0
 
 Steering = Callable[[int], Sequence[int]]
@@ -87,7 +88,7 @@ class SteeredRunner(ModelRunner):
         """What every run says, turn by turn; each turn ends in ``<|im_end|>`` of itself."""
         self.steering: Steering = lambda position: ()
         """What is said where there are no ``turns``."""
-        self.before_pass: Callable[[KVCache, Sequence[int]], None] = lambda cache, token_ids: None
+        self.before_pass: Callable[[KVCache, Sequence[int]], object] = lambda *_: None
         """Called on the model thread before each pass; may block or raise."""
         self._said: dict[KVCache, int] = {}
 
@@ -115,7 +116,7 @@ class SteeredRunner(ModelRunner):
 
 
 def steered_model(max_context: int = 4096) -> LoadedModel:
-    """Return a two-layer Llama over bytes, two whole calls, and the pair ``ab``."""
+    """Return a two-layer Llama over bytes, whole calls, and the pair ``ab``."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -139,7 +140,8 @@ def _fast_tokenizer() -> FastTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     # No merge leads to a call, so encoding its text gives bytes.
-    calls = [byte_level.pre_tokenize_str(text)[0][0] for text in (OSLO_CALL, ROME_CALL)]
+    texts = [OSLO_CALL, ROME_CALL, f"\n{ROME_CALL}"]
+    calls = [byte_level.pre_tokenize_str(text)[0][0] for text in texts]
     tokens = [*specials, *alphabet, *calls, "ab"]
     fast = FastTokenizer(BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[("a", "b")]))
     fast.pre_tokenizer = byte_level

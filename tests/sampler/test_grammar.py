@@ -242,24 +242,19 @@ def test_a_legal_turn_is_accepted_however_it_is_cut_into_tokens(
 def test_where_the_model_has_a_choice_the_mask_leaves_it_the_choice_of_tokens(
     smollm2_compiler: GrammarCompiler, length: int
 ) -> None:
-    tokenizer = smollm2_tokenizer()
-    matcher = new_matcher(smollm2_compiler, AT_MOST_ONE)
-    # What can only be one text need not be any but its own tokens.
-    forced = (
-        tokenizer.encode_text('\n{"name": "get_weather'),
-        tokenizer.encode_text('"}}\n</tool_call>'),
-    )
-    forced[0].extend(tokenizer.encode_text('", "arguments": {"city": "'))
+    matcher = new_matcher(smollm2_compiler, ToolConstraint((WEATHER,), max_calls=1))
+    # Where only one text is possible, the mask gives its own tokens and no others.
+    forced_head = '\n{"name": "get_weather", "arguments": {"city": "'
+    forced_tail = "}\n</tool_call>"
 
-    assert admits(
-        matcher,
-        [
-            *cut_otherwise(f"Hello, wonderful 🎉 world.\n{BEGIN}", length),
-            *forced[0],
-            *cut_otherwise("Wonderful Oslo 🎉, Norway", length),
-            *forced[1],
-        ],
-    )
+    ids = [
+        *cut_otherwise(f"Hello, wonderful 🎉 world.\n{BEGIN}", length),
+        *smollm2_tokenizer().encode_text(forced_head),
+        *cut_otherwise('Wonderful Oslo 🎉, Norway"}', length),
+        *smollm2_tokenizer().encode_text(forced_tail),
+    ]
+
+    assert admits(matcher, ids)
 
 
 WIDE = [">\n", ">\n{", "hi<", "<tool", "_call>", BEGIN, f"{BEGIN}\n", f"hi {BEGIN}\n{{", "><", "> "]

@@ -1,3 +1,4 @@
+import math
 import threading
 from collections import Counter
 
@@ -208,7 +209,7 @@ def chi_square(drawn: list[int], probabilities: Tensor) -> float:
     counts = Counter(drawn)
     expected = {token: p * len(drawn) for token, p in enumerate(probabilities.tolist()) if p > 0}
     assert counts.keys() <= expected.keys()
-    return sum((counts[token] - n) ** 2 / n for token, n in expected.items())
+    return math.fsum((counts[token] - n) ** 2 / n for token, n in expected.items())
 
 
 # --- Nucleus -------------------------------------------------------------------------------------

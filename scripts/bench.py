@@ -1,0 +1,237 @@
+"""One agent run with many tool calls, held in two ways on one server: suspended, and stateless.
+
+Suspended is one WebSocket in the append dialect. Stateless is one ``POST /v1/responses`` for each
+segment, with the whole history, as server-sent events over a connection that is kept alive; it has
+no prefix cache, so it shows what a forgetting server does. Model, process, tools and questions are
+the same, each call is forced, and sampling is greedy, so both sample the same number of tokens.
+
+Resume latency is seen by the client: from the tool's output sent to the first new event of the
+model. The figures are medians over segments and repeats, the two designs taking turns.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import httpx2
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+from websockets.asyncio.client import connect
+
+from scripts.demo_server import running_server, server_command
+
+JsonObject = dict[str, Any]
+
+FIRST_OUTPUT = ("response.output_item.added", "response.output_text.delta")
+CLOSING = ("response.done", "response.completed", "response.incomplete")
+TOOL = {
+    "type": "function",
+    "name": "roll",
+    "description": "Roll a number of dice",
+    "parameters": {
+        "type": "object",
+        "properties": {"dice": {"type": "integer", "minimum": 1, "maximum": 6}},
+        "required": ["dice"],
+    },
+}
+QUESTION = {"role": "user", "content": "Roll some dice, again and again, then say what came."}
+
+
+@dataclass
+class Held:
+    """What one way of holding the run cost."""
+
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    resume_seconds: list[float] = field(default_factory=list)
+    tokens_sampled: int = 0
+    tokens_forwarded: float = 0.0
+    encodes: float = 0.0
+    pre_inference: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How many calls, and how long their outputs are."""
+
+    calls: int
+    result_characters: int
+
+    def tool_choice(self, segment: int) -> str:
+        """Return what binds a segment: each but the last is made to call."""
+        return "required" if segment < self.calls else "none"
+
+    def body(self, **members: Any) -> JsonObject:
+        """Return a request body with what both designs have in common."""
+        return {
+            "tools": [TOOL],
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_output_tokens": 48,
+            **members,
+        }
+
+    def output_of(self, call: JsonObject, index: int) -> JsonObject:
+        """Return the item that answers ``call``."""
+        text = f"roll {index}: {index % 6 + 1}. ".ljust(self.result_characters, "x")
+        return {"type": "function_call_output", "call_id": call["call_id"], "output": text}
+
+
+async def hold_suspended(url: str, workload: Workload, held: Held) -> None:
+    """Hold the run on one WebSocket, with an append for each call."""
+    async with connect(f"{url.replace('http', 'ws')}/v1/responses?dialect=append") as socket:
+
+        async def events() -> AsyncIterator[JsonObject]:
+            async for frame in socket:
+                yield json.loads(frame)
+
+        body = workload.body(input=[QUESTION], tool_choice=workload.tool_choice(0))
+        frame = json.dumps({"type": "response.create", **body})
+        for segment in range(workload.calls + 1):
+            await socket.send(frame)
+            response = await _read_segment(events(), held, len(frame))
+            if segment < workload.calls:
+                item = workload.output_of(response["output"][-1], segment)
+                choice = workload.tool_choice(segment + 1)
+                append = {"type": "response.append", "input": [item], "tool_choice": choice}
+                frame = json.dumps(append)
+
+
+async def hold_stateless(url: str, workload: Workload, held: Held) -> None:
+    """Hold the run by requests that each bring the whole history."""
+    items: list[JsonObject] = [QUESTION]
+    async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
+        for segment in range(workload.calls + 1):
+            body = workload.body(
+                input=items, tool_choice=workload.tool_choice(segment), stream=True
+            )
+            content = json.dumps(body)
+            request = client.stream("POST", "/v1/responses", content=content)
+            async with request as reply:
+                response = await _read_segment(_sse_events(reply), held, len(content))
+            if segment < workload.calls:
+                call = response["output"][-1]
+                items = [*items, call, workload.output_of(call, segment)]
+
+
+async def _sse_events(reply: httpx2.Response) -> AsyncIterator[JsonObject]:
+    async for line in reply.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def _read_segment(
+    events: AsyncIterator[JsonObject], held: Held, bytes_sent: int
+) -> JsonObject:
+    """Read to the closing event, and note when the model's first event came."""
+    sent_at = time.perf_counter()
+    held.bytes_sent += bytes_sent
+    first_at: float | None = None
+    async for event in events:
+        if event["type"] in FIRST_OUTPUT:
+            first_at = first_at or time.perf_counter()
+        elif event["type"] in CLOSING:
+            response: JsonObject = event["response"]
+            held.resume_seconds.append((first_at or time.perf_counter()) - sent_at)
+            held.tokens_sampled += response["usage"]["output_tokens"]
+            return response
+        elif event["type"] in ("error", "response.failed"):
+            break
+    raise SystemExit("bench: the server refused or failed a segment")
+
+
+COUNTED = {
+    "suspend_tokens_forwarded_total": "tokens_forwarded",
+    "suspend_encodes_total": "encodes",
+    "suspend_pre_inference_total": "pre_inference",
+}
+
+
+async def _counters(url: str) -> dict[str, float]:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        text = (await client.get("/metrics")).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return {COUNTED[s.name]: s.value for s in samples if s.name in COUNTED}
+
+
+async def measure(
+    hold: Callable[[str, Workload, Held], Awaitable[None]], url: str, workload: Workload
+) -> Held:
+    """Hold the run once, and say what it cost."""
+    held = Held()
+    before = await _counters(url)
+    started_at = time.perf_counter()
+    await hold(url, workload, held)
+    held.seconds = time.perf_counter() - started_at
+    for name, value in (await _counters(url)).items():
+        setattr(held, name, value - before[name])
+    # The first segment resumes nothing.
+    del held.resume_seconds[0]
+    return held
+
+
+ROWS: list[tuple[str, str, Callable[[Held], float]]] = [
+    ("tokens forwarded", ".0f", lambda held: held.tokens_forwarded),
+    ("tokens sampled", ".0f", lambda held: held.tokens_sampled),
+    ("texts encoded", ".0f", lambda held: held.encodes),
+    ("pre-inference", ".0f", lambda held: held.pre_inference),
+    ("bytes sent", ".0f", lambda held: held.bytes_sent),
+    ("resume, median ms", ".0f", lambda held: 1000 * statistics.median(held.resume_seconds)),
+    ("last resume, ms", ".0f", lambda held: 1000 * held.resume_seconds[-1]),
+    ("whole run, s", ".1f", lambda held: held.seconds),
+]
+
+
+def table_of(suspended: list[Held], stateless: list[Held]) -> Table:
+    """Return the medians over the repeats, and their ratio."""
+    table = Table(title="suspended against stateless, same server")
+    for column in ("", "suspended", "stateless", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, form, figure in ROWS:
+        ours, theirs = (statistics.median(map(figure, helds)) for helds in (suspended, stateless))
+        ratio = f"{theirs / ours:.1f}x" if ours else "-"
+        table.add_row(name, format(ours, form), format(theirs, form), ratio)
+    return table
+
+
+def main(
+    calls: Annotated[int, typer.Option(min=1, help="Tool calls in the run.")] = 10,
+    result_characters: Annotated[int, typer.Option(min=0, help="Length of each output.")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each design holds the run.")] = 3,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already.", show_default="our own")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Hold one agent run in two ways on one server and print what each costs."""
+    asyncio.run(_bench(Workload(calls, result_characters), repeats, url, as_json))
+
+
+async def _bench(workload: Workload, repeats: int, url: str | None, as_json: bool) -> None:
+    if url is None:
+        command = server_command(["--log-level", "warning"])
+        async with running_server(command) as own:
+            return await _bench(workload, repeats, own, as_json)
+    await measure(hold_suspended, url, Workload(1, 10))  # warm up
+    suspended, stateless = [], []
+    for _ in range(repeats):
+        suspended.append(await measure(hold_suspended, url, workload))
+        stateless.append(await measure(hold_stateless, url, workload))
+    if as_json:
+        designs = {"suspended": suspended, "stateless": stateless}
+        rows = {name: [asdict(held) for held in helds] for name, helds in designs.items()}
+        sys.stdout.write(json.dumps({"workload": asdict(workload), **rows}) + "\n")
+    else:
+        Console().print(table_of(suspended, stateless))
+    return None
+
+
+if __name__ == "__main__":
+    typer.run(main)
