@@ -24,6 +24,7 @@ from protocol.dialect import Dialect
 from protocol.errors import ProtocolError
 from protocol.lane import Lane, LaneEvent, LaneState
 from sampler.engine import ContextLengthExceededError, Resumption
+from sampler.run import RunEvent
 from sampler.suspension import Suspension
 from server.pre_inference import PreparedRun, constraint_after_calls
 from server.services import Services
@@ -63,6 +64,14 @@ class Connection:
         except* Exception:
             logger.exception("a connection failed")
             await self._close_after_failure()
+        finally:
+            self._drop_queued()
+
+    def _drop_queued(self) -> None:
+        while not self._queue.empty():
+            run = self._queue.get_nowait().run
+            run.apply(RunEvent.CANCEL)
+            self._services.post_inference.finish(run)
 
     async def _close_after_failure(self) -> None:
         with suppress(RuntimeError, WebSocketDisconnect):  # closed already

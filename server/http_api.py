@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -14,6 +15,7 @@ from protocol import errors
 from protocol.codec import SSE_DONE, decode_object, encode, sse
 from protocol.dialect import Dialect
 from protocol.errors import ProtocolError
+from protocol.server_events import ResponseFailed
 from server.responder import Responder
 from server.services import Services
 
@@ -91,8 +93,21 @@ class EventStream(StreamingResponse):
 async def _sse_frames(responder: Responder) -> AsyncGenerator[bytes, None]:
     async with aclosing(responder.events()) as events:
         async for event in events:
-            yield sse(event)
+            if isinstance(event, ResponseFailed):
+                for frame in _failure_frames(event):
+                    yield frame
+            else:
+                yield sse(event)
     yield SSE_DONE
+
+
+def _failure_frames(event: ResponseFailed) -> Iterator[bytes]:
+    """Give an ``error`` event and the failed response (Open Responses 2026-04-24, Errors)."""
+    assert event.response.error is not None, "a failed response says why"
+    error = errors.server_error(event.response.error.message)
+    number = event.sequence_number
+    yield sse(errors.sse_error_event(error, number))
+    yield sse(msgspec.structs.replace(event, sequence_number=number + 1))
 
 
 async def _whole_response(request: Request, responder: Responder) -> Response:

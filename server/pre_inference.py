@@ -46,7 +46,6 @@ class PreInference:
             ProtocolError: the body is wrong; nothing was changed.
         """
         started_at = time.monotonic()
-        self._telemetry.pre_inference.inc()
         model = self._engine.model.name
         params = parse_create(body, transport=transport, default_model=model)
         if params.model != model:
@@ -56,6 +55,7 @@ class PreInference:
             Conversation(params.input, params.instructions, function_tools(params.tools))
         )
         run = self._open_run(params, prompt_ids)
+        self._telemetry.pre_inference.inc()
         return PreparedRun(params, run, time.monotonic() - started_at)
 
     async def _check_schemas(self, tools: list[Tool]) -> None:
