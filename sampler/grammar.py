@@ -9,20 +9,15 @@ marker cannot be completed at all. So arguments that reach a client always parse
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import llguidance
 import numpy as np
 
 from protocol.tools import FunctionTool
+from sampler.json_schema import arguments_schema
 from sampler.params import ToolConstraint
 from sampler.tokenizer import Tokenizer
 from sampler.tool_calls import BEGIN, END
-
-# Models write JSON the way Python's json.dumps does. With one spelling of white space a model
-# cannot loop in it, and arguments that a client parses and writes again come back as the same text.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarError(ValueError):
@@ -124,7 +119,7 @@ def _calls(constraint: ToolConstraint, max_string: int) -> str:
     lines.append("body: " + " | ".join(f"body_{index}" for index in range(len(functions))))
     for index, function in enumerate(functions):
         head = f'\n{{"name": {json.dumps(function.name)}, "arguments": '
-        schema = json.dumps(_arguments_schema(function, max_string))
+        schema = json.dumps(arguments_schema(function.parameters, max_string))
         lines.append(
             f"body_{index}: {_literal(head)} arguments_{index} {_literal('}' + chr(10) + END)}"
         )
@@ -134,99 +129,6 @@ def _calls(constraint: ToolConstraint, max_string: int) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text)
-
-
-def _arguments_schema(function: FunctionTool, max_string: int) -> dict[str, Any]:
-    schema = dict(function.parameters or {})
-    schema.setdefault("type", "object")
-    if not any(schema.get(key) for key in _MEMBERS):
-        # A function that declares nothing takes nothing; JSON Schema would let the model invent.
-        schema.setdefault("additionalProperties", False)
-    if max_string:
-        schema = bound_strings(schema, max_string)
-    return {**schema, "x-guidance": _JSON_STYLE}
-
-
-# Keywords that put further schemas on the very value that their own schema describes.
-_COMBINATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-# Keywords by which an object says that it has members.
-_MEMBERS = _COMBINATORS | {"properties", "patternProperties", "required", "minProperties"}
-# Keywords that bound a string already, or name the very strings allowed.
-_STRING_BOUNDS = frozenset({"maxLength", "enum", "const", "pattern", "format"})
-# Keywords whose value maps names to schemas.
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-# Keywords whose value is a schema or a list of schemas, each of which stands for itself.
-_SUBSCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
-# Keywords that leave what a combinator says as it is.
-_ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-    | {"type", "nullable", "discriminator", "$defs", "definitions", "$schema", "$id", "$comment"}
-)
-
-
-def bound_strings(schema: Any, max_length: int) -> Any:
-    """Return ``schema`` narrowed so that no string it admits is open-ended.
-
-    Strings that no keyword bounds get ``maxLength``; objects that list properties admit no others.
-    What the narrowed schema admits, the original admits too, provided that the branches of a
-    ``oneOf`` exclude each other, and llguidance compiles no others. Where several schemas describe
-    one value (``properties`` beside ``anyOf``, say), it is left as it is: what remained of each
-    might exclude the others.
-    """
-    return schema if _combines(schema) else _bounded(schema, max_length)
-
-
-def _combines(schema: Any) -> bool:
-    """Tell whether several schemas describe one value, here or further in."""
-    if isinstance(schema, list):
-        return any(map(_combines, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    combinators = schema.keys() & _COMBINATORS
-    if combinators and len(schema.keys() - _ANNOTATIONS) > 1:
-        return True
-    if "allOf" in schema and not (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1):
-        return True
-    inner = [schema[key] for key in schema.keys() & set(_SUBSCHEMAS)]
-    for key in schema.keys() & set(_SCHEMA_MAPS):
-        inner += schema[key].values() if isinstance(schema[key], Mapping) else []
-    return any(map(_combines, inner))
-
-
-def _bounded(schema: Any, max_length: int) -> Any:
-    if isinstance(schema, list):
-        return [_bounded(item, max_length) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    bounded = dict(schema)
-    for key in schema.keys() & set(_SCHEMA_MAPS):
-        if isinstance(schema[key], Mapping):
-            bounded[key] = {
-                name: _bounded(value, max_length) for name, value in schema[key].items()
-            }
-    for key in schema.keys() & set(_SUBSCHEMAS):
-        bounded[key] = _bounded(schema[key], max_length)
-    if _is_open_string(schema):
-        bounded["maxLength"] = max(max_length, schema.get("minLength", 0))
-    if _lists_its_members(schema):
-        bounded.setdefault("additionalProperties", False)
-    return bounded
-
-
-def _is_open_string(schema: Mapping[str, Any]) -> bool:
-    declared = schema.get("type")
-    admits_strings = declared == "string" or (isinstance(declared, list) and "string" in declared)
-    has_length = isinstance(schema.get("minLength", 0), int)  # if not, llguidance says so
-    return admits_strings and has_length and not schema.keys() & (_STRING_BOUNDS | _COMBINATORS)
-
-
-def _lists_its_members(schema: Mapping[str, Any]) -> bool:
-    """Tell whether an object can do with the properties that it lists."""
-    listed, required = schema.get("properties"), schema.get("required", [])
-    if not (isinstance(listed, Mapping) and isinstance(required, list)):
-        return False
-    names = list(listed)
-    return bool(names) and all(name in names for name in required) and "minProperties" not in schema
 
 
 def _reason(error: str) -> str:
