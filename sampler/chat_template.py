@@ -1,11 +1,8 @@
 """Conversations to token ids: the prompt of a run, and the suffix that a tool result adds.
 
 Two formats share one interface. ``TemplateFormat`` uses the chat template that ships with a model.
-``ChatMLFormat`` is written by hand, for models whose ChatML template does not know tools (SmolLM2's
-does not): turns are ChatML, and calls and their outputs are written the way Hermes 2 Pro introduced
-and Qwen 2.5 took over, ``<tool_call>`` and ``<tool_response>``. Tools are told as one-line
-signatures. That is our own choice: small models pick the right tool about twice as often from them
-as from JSON schemas, at a third of the tokens.
+``ChatMLFormat`` is written by hand, for models whose ChatML template does not know tools, as
+SmolLM2's.
 
 The suffix is everything between the end-of-turn token that the model sampled and the first token
 it samples next. It is made of the new items alone. What was sampled is never rendered or encoded
@@ -14,41 +11,27 @@ again, because it need not come back as the same ids.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from protocol.items import FunctionCall, FunctionCallOutput, InputItem, Message
+from jinja2 import TemplateError
+
+from protocol.items import FunctionCall, Message
 from protocol.tools import FunctionTool
+from sampler.conversation import (
+    Conversation,
+    Turn,
+    role_of,
+    text_of,
+    turns_after_calls,
+    turns_of,
+    with_tools_told,
+)
 from sampler.tokenizer import Tokenizer
-from sampler.tool_calls import BEGIN, END
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """What a prompt is made of."""
-
-    items: Sequence[InputItem]
-    instructions: str | None = None
-    functions: Sequence[FunctionTool] = ()
-
-
-@dataclass(frozen=True)
-class ToolOutput:
-    """What one call returned."""
-
-    call: FunctionCall
-    text: str
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Consecutive items of one speaker: a message, or a model's text and calls, or tool outputs."""
-
-    role: str
-    text: str = ""
-    calls: tuple[FunctionCall, ...] = ()
-    outputs: tuple[ToolOutput, ...] = ()
+class ConversationError(ValueError):
+    """A conversation that the model's chat template refuses or cannot continue."""
 
 
 class ChatFormat(Protocol):
@@ -70,59 +53,6 @@ class ChatFormat(Protocol):
             outputs: their outputs, in the same order.
             messages: what the user adds after them.
         """
-
-
-def turns_of(conversation: Conversation) -> list[Turn]:
-    """Group items into turns: system first, outputs in the order of their calls."""
-    turns: list[Turn] = []
-    calls: dict[str, FunctionCall] = {}
-    if conversation.instructions:
-        turns.append(Turn("system", conversation.instructions))
-    for item in conversation.items:
-        match item:
-            case Message(role="assistant"):
-                turn = _open_turn(turns, "assistant")
-                turns[-1] = replace(turn, text=turn.text + item.text)
-            case Message():
-                turns.append(Turn("system" if item.role == "developer" else item.role, item.text))
-            case FunctionCall():
-                calls[item.call_id] = item
-                turn = _open_turn(turns, "assistant")
-                turns[-1] = replace(turn, calls=(*turn.calls, item))
-            case FunctionCallOutput():
-                turn = _open_turn(turns, "tool")
-                outputs = [*turn.outputs, ToolOutput(calls[item.call_id], item.output)]
-                turns[-1] = replace(turn, outputs=_in_call_order(outputs, calls))
-            case _:
-                pass  # an item type that means nothing to a local model
-    return turns
-
-
-def tool_turn(calls: Sequence[FunctionCall], outputs: Sequence[str]) -> Turn:
-    """Return the turn that answers ``calls``."""
-    return Turn("tool", outputs=tuple(map(ToolOutput, calls, outputs)))
-
-
-def _told(
-    calls: Sequence[FunctionCall], outputs: Sequence[str], messages: Sequence[Message]
-) -> list[Turn]:
-    """Return the turns that follow one which ended in ``calls``."""
-    answer = [tool_turn(calls, outputs)] if calls else []
-    return answer + turns_of(Conversation(messages))
-
-
-def _open_turn(turns: list[Turn], role: str) -> Turn:
-    """Return the last turn, after beginning one if the last is not ``role``'s."""
-    if not turns or turns[-1].role != role:
-        turns.append(Turn(role))
-    return turns[-1]
-
-
-def _in_call_order(
-    outputs: Sequence[ToolOutput], calls: Mapping[str, FunctionCall]
-) -> tuple[ToolOutput, ...]:
-    order = list(calls)
-    return tuple(sorted(outputs, key=lambda output: order.index(output.call.call_id)))
 
 
 class ChatMLFormat:
@@ -168,7 +98,7 @@ class ChatMLFormat:
         messages: Sequence[Message] = (),
     ) -> list[int]:
         """Return the ids that follow a sampled turn which ended in ``calls``."""
-        turns = _told(calls, outputs, messages)
+        turns = turns_after_calls(calls, outputs, messages)
         ids = [token_id for turn in turns for token_id in self._turn_ids(turn)]
         return [*self._newline, *ids, *self._headers["assistant"]]
 
@@ -176,64 +106,6 @@ class ChatMLFormat:
         text = text_of(turn)
         body = self._tokenizer.encode_text(text) if text else []
         return [*self._headers[role_of(turn)], *body, self._end, *self._newline]
-
-
-def role_of(turn: Turn) -> str:
-    """Return whose turn it is where there is no role for tools."""
-    return "user" if turn.role == "tool" else turn.role
-
-
-def text_of(turn: Turn) -> str:
-    """Return the whole turn as text, its calls and outputs included."""
-    if turn.role == "tool":
-        return "\n".join(f"<tool_response>\n{o.text}\n</tool_response>" for o in turn.outputs)
-    return turn.text + "\n".join(map(call_text, turn.calls))
-
-
-def call_text(call: FunctionCall) -> str:
-    """Return the text in which the model makes ``call``."""
-    return f'{BEGIN}\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n{END}'
-
-
-def with_tools_told(turns: Sequence[Turn], functions: Sequence[FunctionTool]) -> list[Turn]:
-    """Add to the system turn what the model needs to know to call ``functions``."""
-    if not functions:
-        return list(turns)
-    has_system = bool(turns) and turns[0].role == "system"
-    system = turns[0] if has_system else Turn("system")
-    signatures = "\n".join(map(_signature, functions))
-    told = f"{system.text}\n\nYou can call these tools:\n{signatures}\n\n{_HOW_TO_CALL}".lstrip()
-    return [replace(system, text=told), *turns[1 if has_system else 0 :]]
-
-
-_HOW_TO_CALL = f"""To call a tool, write:
-{BEGIN}
-{{"name": "tool name", "arguments": {{"argument": "value"}}}}
-{END}"""
-
-
-def _signature(function: FunctionTool) -> str:
-    """Return one line such as ``get_weather(city: string): Current weather in a city``."""
-    schema = function.parameters or {}
-    required = schema.get("required", [])
-    properties: dict[str, Any] = schema.get("properties", {})
-    arguments = ", ".join(
-        f"{name}{'' if name in required else '?'}: {_type_of(kind)}"
-        for name, kind in properties.items()
-    )
-    notes = "".join(
-        f" {name}: {kind['description']}."
-        for name, kind in properties.items()
-        if isinstance(kind, dict) and kind.get("description")
-    )
-    return f"{function.name}({arguments}): {function.description or ''}{notes}".rstrip(": ")
-
-
-def _type_of(schema: Any) -> str:
-    """Return a type name where one says it all, else the JSON schema itself."""
-    if isinstance(schema, dict) and set(schema) <= {"type", "description", "title"}:
-        return str(schema.get("type", "any"))
-    return json.dumps(schema)
 
 
 def _tool(function: FunctionTool) -> dict[str, Any]:
@@ -287,7 +159,11 @@ class TemplateFormat:
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
-        """Return the ids of the whole conversation, up to where the model's turn begins."""
+        """Return the ids of the whole conversation, up to where the model's turn begins.
+
+        Raises:
+            ConversationError: the template refuses it.
+        """
         turns = turns_of(conversation)
         tools = None
         if conversation.functions and self._knows_tools:
@@ -309,14 +185,17 @@ class TemplateFormat:
         one with the outputs: templates do not agree on what stands between the two.
 
         Raises:
-            ValueError: the template does not tell where the sampled turn ends.
+            ConversationError: the template does not tell where the sampled turn ends, or refuses
+                what comes after it.
         """
         asked = Turn("user", "x"), Turn("assistant", "" if calls else "x", calls=tuple(calls))
         without = self._turn_ids(asked, add_generation_prompt=False)
         ends = self._turn_ends(without)
         if not ends or self._bytes(without[ends[-1] :]).strip():
-            raise ValueError("the chat template does not end a turn with an end-of-turn token")
-        whole = self._turn_ids([*asked, *_told(calls, outputs, messages)])
+            raise ConversationError(
+                "the chat template does not end a turn with an end-of-turn token"
+            )
+        whole = self._turn_ids([*asked, *turns_after_calls(calls, outputs, messages)])
         if whole[: ends[-1]] == without[: ends[-1]]:
             return whole[ends[-1] :]
         # Qwen 3 writes an empty <think> block into the last turn only. What was sampled stays as it
@@ -324,9 +203,9 @@ class TemplateFormat:
         # unless something before it depends on what is told.
         cut = next(iter(self._turn_ends(whole)[len(ends) - 1 :]), len(whole))
         other_messages = [Message(message.role, f"{message.text}x") for message in messages]
-        other = _told(calls, [f"{output}x" for output in outputs], other_messages)
+        other = turns_after_calls(calls, [f"{output}x" for output in outputs], other_messages)
         if whole[:cut] != self._turn_ids([*asked, *other])[:cut]:
-            raise ValueError("the chat template changes a turn once another follows it")
+            raise ConversationError("the chat template changes a turn once another follows it")
         return whole[cut:]
 
     def _turn_ends(self, ids: Sequence[int]) -> list[int]:
@@ -385,7 +264,11 @@ class TemplateFormat:
         self, messages: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool
     ) -> list[int]:
         self._tokenizer.counters.template_renders += 1
-        rendered = self._render(messages, tools, add_generation_prompt)
+        try:
+            rendered = self._render(messages, tools, add_generation_prompt)
+        except TemplateError as error:
+            # Templates raise on what their model was not trained for: a system role, say.
+            raise ConversationError(f"the chat template refuses this: {error}") from error
         return list(self._encode(rendered))
 
     def _encode(self, rendered: str) -> Iterator[int]:

@@ -15,11 +15,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, assert_never
+from weakref import WeakSet
 
 from torch import Tensor
 
 from protocol.tools import FunctionTool
-from sampler.chat_template import Conversation
+from sampler.conversation import Conversation
 from sampler.detokenizer import Detokenizer
 from sampler.grammar import GrammarCompiler, Matcher
 from sampler.kv_cache import KVCache
@@ -85,6 +86,7 @@ class Engine:
         self.counters = model.runner.counters
         self._grammars = GrammarCompiler(model.tokenizer, max_forced_string)
         self._prefill_chunk = prefill_chunk
+        self._opened: WeakSet[Run] = WeakSet()
         self._caches: dict[Run, KVCache] = {}
         self._model_thread = WorkerThread("model")
         # Rendering, encoding and compiling grammars take milliseconds that the event loop must not
@@ -93,8 +95,8 @@ class Engine:
 
     @property
     def runs(self) -> Sequence[Run]:
-        """The runs that hold a cache: being sampled, or suspended."""
-        return tuple(self._caches)
+        """The runs that are not over: waiting to be sampled, being sampled, or suspended."""
+        return tuple(run for run in self._opened if not run.is_finished)
 
     @property
     def kv_tokens(self) -> int:
@@ -107,7 +109,11 @@ class Engine:
         self._text_thread.close()
 
     async def encode_prompt(self, conversation: Conversation) -> list[int]:
-        """Return the ids of a prompt."""
+        """Return the ids of a prompt.
+
+        Raises:
+            ConversationError: the model's chat template refuses the conversation.
+        """
         return await self._text_thread.run(self.model.chat_format.prompt_ids, conversation)
 
     async def check_function(self, function: FunctionTool) -> None:
@@ -117,6 +123,14 @@ class Engine:
             GrammarError: its parameters schema cannot be compiled.
         """
         await self._text_thread.run(self._grammars.check, function)
+
+    async def check_constraint(self, constraint: ToolConstraint) -> None:
+        """Make sure that all functions of ``constraint`` together can be constrained.
+
+        Raises:
+            GrammarError: together they are more than a grammar can hold.
+        """
+        await self._text_thread.run(self._grammars.matcher, constraint)
 
     def open_run(
         self, run_id: str, prompt_ids: Sequence[int], params: SamplingParams, tools: ToolConstraint
@@ -128,6 +142,7 @@ class Engine:
         """
         self._check_length(len(prompt_ids))
         run = Run(run_id, params, tools)
+        self._opened.add(run)
         run.tokens.append(prompt_ids, Origin.PROMPT)
         run.segments.append(Segment(len(prompt_ids), 0, requested_at=time.monotonic()))
         return run
@@ -136,7 +151,8 @@ class Engine:
         """Return the ids that what ``suspension`` holds adds to ``run``. Changes nothing.
 
         Raises:
-            ContextLengthExceededError: they do not fit; the run stays suspended as it was.
+            ContextLengthExceededError: they do not fit.
+            ConversationError: the model's chat template refuses them.
         """
         suffix = await self._text_thread.run(
             self.model.chat_format.suffix_ids,
@@ -169,7 +185,7 @@ class Engine:
         try:
             while True:
                 yield SegmentStarted(run.segments[-1])
-                turn = await self._text_thread.run(self._begin_turn, run)
+                turn = await self._work(run, self._text_thread, self._begin_turn, run)
                 async with aclosing(self._sample_turn(run, cache, turn)) as outputs:
                     async for output in outputs:
                         yield output
@@ -221,23 +237,31 @@ class Engine:
         missing = run.tokens.since(cache.num_tokens)
         while len(missing) > self._prefill_chunk:
             chunk, missing = missing[: self._prefill_chunk], missing[self._prefill_chunk :]
-            await self._model_step(run, self._forward, run, cache, chunk)
+            await self._work(run, self._model_thread, self._forward, run, cache, chunk)
         return await self._step(run, cache, missing, matcher)
 
     async def _step(
         self, run: Run, cache: KVCache, token_ids: Sequence[int], matcher: Matcher | None
     ) -> int:
-        return await self._model_step(run, self._forward_and_sample, run, cache, token_ids, matcher)
+        return await self._work(
+            run, self._model_thread, self._forward_and_sample, run, cache, token_ids, matcher
+        )
 
-    async def _model_step(
-        self, run: Run, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    async def _work(
+        self,
+        run: Run,
+        thread: WorkerThread,
+        function: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
+        """Do a step of ``run``'s work on ``thread``; if it fails, the run has failed."""
         try:
-            return await self._model_thread.run(function, *args, **kwargs)
+            return await thread.run(function, *args, **kwargs)
         except Exception as error:  # whatever a step raises ends this run only
-            logger.exception("run %s: a model step failed", run.id)
+            logger.exception("run %s: %s failed", run.id, function.__name__)
             run.apply(RunEvent.FAIL)
-            raise EngineError("the model failed to take a step") from error
+            raise EngineError("the engine failed to take a step") from error
 
     def _forward(self, run: Run, cache: KVCache, token_ids: Sequence[int]) -> Tensor:
         """Model thread: extend the cache and account for it. Returns ``(vocab,)`` logits."""

@@ -11,7 +11,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from sampler.chat_template import ChatFormat, ChatMLFormat, Render, TemplateFormat
+from protocol.items import FunctionCall
+from sampler.chat_template import (
+    ChatFormat,
+    ChatMLFormat,
+    ConversationError,
+    Render,
+    TemplateFormat,
+)
 from sampler.embedded_model import EMBEDDED_MODEL_NAME, ensure_embedded_model
 from sampler.model_runner import ModelRunner
 from sampler.tokenizer import Tokenizer
@@ -78,10 +85,11 @@ def _load(source: str | Path, name: str, device: str, dtype: str) -> LoadedModel
         raise ModelLoadError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     if not hf_tokenizer.is_fast:
         raise ModelLoadError(f"the model {name!r} has no fast tokenizer")
+    _check_cache(model, name)
     runner = ModelRunner(model)
     tokenizer = Tokenizer(
         hf_tokenizer.backend_tokenizer,
-        _stop_ids(model, hf_tokenizer.eos_token_id),
+        _stop_ids(model, hf_tokenizer),
         runner.vocab_size,
         runner.counters,
     )
@@ -117,11 +125,20 @@ def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def _stop_ids(model: PreTrainedModel, eos_token_id: int | None) -> set[int]:
-    """Return what ends a turn: what the generation config says, and the tokenizer's EOS."""
+def _check_cache(model: PreTrainedModel, name: str) -> None:
+    """Make sure that the model goes on where its cache ends, which some families do not."""
+    # A runner of its own, so that its work is not counted as a run's.
+    if not ModelRunner(model).continues_from_its_cache():
+        raise ModelLoadError(f"{name!r} does not go on where its cache ends, so it cannot suspend")
+
+
+def _stop_ids(model: PreTrainedModel, hf_tokenizer: Any) -> set[int]:
+    """Return what ends a turn: what the generation config says, the EOS, and ChatML's end."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    return {token_id for token_id in (*ids, eos_token_id) if token_id is not None}
+    chatml_end = hf_tokenizer.get_vocab().get("<|im_end|>")
+    stop_ids = {*ids, hf_tokenizer.eos_token_id, chatml_end}
+    return {token_id for token_id in stop_ids if token_id is not None}
 
 
 def _chat_format(hf_tokenizer: Any, tokenizer: Tokenizer, name: str) -> ChatFormat:
@@ -149,7 +166,17 @@ def _chat_format(hf_tokenizer: Any, tokenizer: Tokenizer, name: str) -> ChatForm
         return ChatMLFormat(tokenizer, _default_system(render))
     if not knows_tools:
         logger.warning("%s calls tools in no way known here; they are told in the prompt", name)
-    return TemplateFormat(tokenizer, render, knows_tools=knows_tools)
+    chat_format = TemplateFormat(tokenizer, render, knows_tools=knows_tools)
+    _check_suffix(chat_format, name)
+    return chat_format
+
+
+def _check_suffix(chat_format: ChatFormat, name: str) -> None:
+    """Make sure, before the first run is suspended, that one can be resumed."""
+    try:
+        chat_format.suffix_ids([FunctionCall("call_1", "f", "{}")], ["x"])
+    except ConversationError as error:
+        raise ModelLoadError(f"no run of {name!r} can be resumed: {error}") from error
 
 
 def _default_system(render: Render) -> str:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from websockets.asyncio.client import connect
 
-from scripts.demo_server import running_server, server_command
+from scripts.local_server import running_server, server_command
 
 JsonObject = dict[str, Any]
 

@@ -24,14 +24,14 @@ from scripts.demo_agent import Agent, AgentError, AgentOptions
 from scripts.demo_prompt import DEFAULT_QUESTIONS
 from scripts.demo_record import Run, sum_of, totals_of
 from scripts.demo_screen import Screen
-from scripts.demo_server import (
+from scripts.demo_tools import BUNDLED_FOLDER, Toolbox, toolbox
+from scripts.local_server import (
     ServerError,
     connection,
     given_server,
     running_server,
     server_command,
 )
-from scripts.demo_tools import BUNDLED_FOLDER, Toolbox, toolbox
 
 INTERRUPTED = 130
 """Exit status, as shells give it after Ctrl-C."""

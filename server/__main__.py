@@ -68,39 +68,46 @@ def main(
             min=0, help="Bound on strings of forced calls whose schema sets none; 0 is no bound."
         ),
     ] = 64,
-    log_level: Annotated[LogLevel, typer.Option(help="Least level to log.")] = LogLevel.WARNING,
+    log_level: Annotated[LogLevel, typer.Option(help="Least level to log.")] = LogLevel.INFO,
 ) -> None:
     """Serve a local model by the Responses API, with a sampler that suspends at tool calls."""
-    logging.basicConfig(
-        level=log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    _set_up_logging(log_level)
     if threads is not None:
         torch.set_num_threads(threads)
     try:
         loaded = _load(model, device, dtype)
     except (ModelLoadError, EmbeddedModelError) as error:
         raise SystemExit(f"server: {error}") from error
-    engine = Engine(loaded, max_forced_string=max_forced_string)
-    app = create_app(engine, Settings(seed=seed))
-    server = Server(
-        uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            log_config=None,
-            access_log=False,
-            ws="websockets-sansio",
-            # Frames are measured by the application, which answers with an error; this one only
-            # bounds memory, since going over it closes the socket.
-            ws_max_size=2 * Settings.max_frame_bytes,
-            ws_per_message_deflate=False,
-            # Some clients answer no pings while they run a tool: ping, but do not insist.
-            ws_ping_timeout=None,
-            timeout_graceful_shutdown=5,
-        )
+    _serve(Engine(loaded, max_forced_string=max_forced_string), Settings(seed=seed), host, port)
+
+
+def _set_up_logging(log_level: LogLevel) -> None:
+    logging.basicConfig(
+        level=log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    if log_level is LogLevel.INFO:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it says what we say too
+
+
+def _serve(engine: Engine, settings: Settings, host: str, port: int) -> None:
+    config = uvicorn.Config(
+        create_app(engine, settings),
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        ws="websockets-sansio",
+        # Frames are measured by the application, which answers with an error; this one only bounds
+        # memory, since going over it closes the socket.
+        ws_max_size=2 * settings.max_frame_bytes,
+        ws_per_message_deflate=False,
+        # Some clients answer no pings while they run a tool: ping, but do not insist.
+        ws_ping_timeout=None,
+        timeout_graceful_shutdown=5,
+    )
+    server = Server(config)
     server.run()
     logger.info("shutdown 3/3: stopping the model thread")
     engine.close()

@@ -23,10 +23,10 @@ from protocol.codec import decode_client_event, encode
 from protocol.dialect import Dialect
 from protocol.errors import ProtocolError
 from protocol.lane import Lane, LaneEvent, LaneState
-from sampler.engine import ContextLengthExceededError, Resumption
+from sampler.engine import Resumption
 from sampler.run import RunEvent
 from sampler.suspension import Suspension
-from server.pre_inference import PreparedRun, constraint_after_calls
+from server.pre_inference import PreparedRun, constraint_after_calls, refused
 from server.services import Services
 
 logger = logging.getLogger(__name__)
@@ -129,10 +129,8 @@ class Connection:
             self._lane.apply(LaneEvent.HOLD)
             prepared.run.suspension = suspension
             return
-        try:
+        with refused("input"):
             suffix_ids = await self._services.engine.encode_suffix(prepared.run, suspension)
-        except ContextLengthExceededError as error:
-            raise errors.context_length_exceeded(error.num_tokens, error.limit) from error
         constraint = constraint_after_calls(prepared.params, append.tool_choice)
         self._resume(LaneEvent.APPEND, Resumption(suffix_ids, received_at, constraint))
 

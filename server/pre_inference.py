@@ -2,13 +2,16 @@
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from protocol import errors
 from protocol.client_events import CreateParams, Transport, parse_create
 from protocol.tools import FunctionTool, Tool, ToolChoice, ToolChoiceMode, function_tools
-from sampler.chat_template import Conversation
+from sampler.chat_template import ConversationError
+from sampler.conversation import Conversation
 from sampler.engine import ContextLengthExceededError, Engine
 from sampler.grammar import GrammarError
 from sampler.params import SamplingParams, ToolConstraint
@@ -20,6 +23,17 @@ from server.telemetry import Telemetry
 def new_id(prefix: str) -> str:
     """Return a fresh id such as ``resp_4f...``."""
     return f"{prefix}_{secrets.token_hex(16)}"
+
+
+@contextmanager
+def refused(param: str) -> Iterator[None]:
+    """Turn the engine's refusal of ``param`` into the protocol's."""
+    try:
+        yield
+    except ContextLengthExceededError as error:
+        raise errors.context_length_exceeded(error.num_tokens, error.limit) from error
+    except (GrammarError, ConversationError) as error:
+        raise errors.invalid_value(param, str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -50,32 +64,35 @@ class PreInference:
         params = parse_create(body, transport=transport, default_model=model)
         if params.model != model:
             raise errors.model_not_found(params.model)
-        await self._check_schemas(params.tools)
-        prompt_ids = await self._engine.encode_prompt(
-            Conversation(params.input, params.instructions, function_tools(params.tools))
-        )
-        run = self._open_run(params, prompt_ids)
+        constraint = constraint_of(params.tools, params.tool_choice, params.parallel_tool_calls)
+        await self._check_grammar(params.tools, constraint)
+        run = self._open_run(params, await self._encode(params), constraint)
         self._telemetry.pre_inference.inc()
         return PreparedRun(params, run, time.monotonic() - started_at)
 
-    async def _check_schemas(self, tools: list[Tool]) -> None:
+    async def _check_grammar(self, tools: list[Tool], constraint: ToolConstraint) -> None:
         for index, tool in enumerate(tools):
             if isinstance(tool, FunctionTool):
-                try:
+                with refused(f"tools[{index}].parameters"):
                     await self._engine.check_function(tool)
-                except GrammarError as error:
-                    param = f"tools[{index}].parameters"
-                    raise errors.invalid_value(param, str(error)) from error
+        with refused("tools"):
+            await self._engine.check_constraint(constraint)
 
-    def _open_run(self, params: CreateParams, prompt_ids: list[int]) -> Run:
+    async def _encode(self, params: CreateParams) -> list[int]:
+        functions = function_tools(params.tools)
+        with refused("input"):
+            return await self._engine.encode_prompt(
+                Conversation(params.input, params.instructions, functions)
+            )
+
+    def _open_run(
+        self, params: CreateParams, prompt_ids: list[int], constraint: ToolConstraint
+    ) -> Run:
         sampling = SamplingParams(
             params.temperature, params.top_p, self._seed(params), params.max_output_tokens
         )
-        constraint = constraint_of(params.tools, params.tool_choice, params.parallel_tool_calls)
-        try:
+        with refused("input"):
             return self._engine.open_run(new_id("resp"), prompt_ids, sampling, constraint)
-        except ContextLengthExceededError as error:
-            raise errors.context_length_exceeded(error.num_tokens, error.limit) from error
 
     def _seed(self, params: CreateParams) -> int:
         if params.seed is not None:

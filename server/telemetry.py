@@ -87,7 +87,7 @@ class _EngineCollector(Collector):
         )
 
     def _runs(self) -> GaugeMetricFamily:
-        runs = GaugeMetricFamily("suspend_runs", "Runs that hold a cache.", labels=["state"])
+        runs = GaugeMetricFamily("suspend_runs", "Runs that are not over.", labels=["state"])
         tally = Tally(run.state for run in self._engine.runs)
         for state in (RunState.QUEUED, RunState.PREFILLING, RunState.DECODING, RunState.SUSPENDED):
             runs.add_metric([state.value], tally[state])

@@ -12,7 +12,7 @@ import pytest
 
 from protocol.items import Message
 from protocol.tools import ToolChoice, ToolChoiceMode, function_tools, parse_tools
-from sampler.chat_template import Conversation
+from sampler.conversation import Conversation
 from sampler.engine import Engine, Resumption
 from sampler.params import SamplingParams, ToolConstraint
 from sampler.run import Origin, Run

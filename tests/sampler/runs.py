@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.items import Message
 from protocol.tools import FunctionTool
-from sampler.chat_template import ChatMLFormat, Conversation
+from sampler.chat_template import ChatMLFormat
+from sampler.conversation import Conversation
 from sampler.engine import Engine, Resumption, ToolCaller
 from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel

@@ -13,16 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from protocol.items import FunctionCall, FunctionCallOutput, InputItem, Message, UnknownItem
 from protocol.tools import FunctionTool
-from sampler.chat_template import (
-    ChatFormat,
-    ChatMLFormat,
-    Conversation,
-    TemplateFormat,
-    ToolOutput,
-    Turn,
-    call_text,
-    turns_of,
-)
+from sampler.chat_template import ChatFormat, ChatMLFormat, TemplateFormat
+from sampler.conversation import Conversation, ToolOutput, Turn, call_text, turns_of
 from sampler.counters import Counters
 from sampler.tokenizer import Tokenizer
 from tests.sampler.smollm2 import smollm2_directory, smollm2_tokenizer

@@ -15,7 +15,7 @@ import pytest
 
 from protocol.items import Message
 from protocol.tools import FunctionTool
-from sampler.chat_template import Conversation
+from sampler.conversation import Conversation
 from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption
 from sampler.grammar import GrammarCompiler, GrammarError
 from sampler.kv_cache import KVCache

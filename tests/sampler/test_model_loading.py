@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from protocol.items import FunctionCall, Message
-from sampler.chat_template import ChatMLFormat, Conversation, TemplateFormat
+from sampler.chat_template import ChatMLFormat, TemplateFormat
+from sampler.conversation import Conversation
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, byte_tokenizer
 

@@ -291,18 +291,17 @@ def test_every_kind_of_cache_is_extended_in_pieces(name: str, options: dict[str,
     assert distance(without_cache(model, [*IDS[:30], *IDS[:5], *IDS[35:]]), expected) > 1e-2
 
 
+KINDS = [(name, options, True) for name, options in FAMILIES.items()] + [
+    (name, options, False) for name, options in UNFIT_FAMILIES.items()
+]
+
+
 @pytest.mark.slow
-@pytest.mark.xfail(reason="transformers cannot extend these in pieces", raises=AssertionError)
-@pytest.mark.parametrize(("name", "options"), UNFIT_FAMILIES.items(), ids=UNFIT_FAMILIES.keys())
-def test_these_kinds_of_models_cannot_be_extended_in_pieces(
-    name: str, options: dict[str, Any]
+@pytest.mark.parametrize(("name", "options", "fits"), KINDS, ids=[kind[0] for kind in KINDS])
+def test_a_model_that_does_not_go_on_where_its_cache_ends_is_known(
+    name: str, options: dict[str, Any], fits: bool
 ) -> None:
-    model = family(name, options)
-    runner = ModelRunner(model)
-
-    logits = extend_in_pieces(runner, runner.new_cache(), CUTS["as a run does"])
-
-    assert distance(logits, without_cache(model, IDS)) < TOLERANCE
+    assert ModelRunner(family(name, options)).continues_from_its_cache() is fits
 
 
 @pytest.mark.slow

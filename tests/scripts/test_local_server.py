@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scripts.demo_server import ServerError, connection, running_server, server_command, socket_url
+from scripts.local_server import ServerError, connection, running_server, server_command, socket_url
 
 
 def script(code: str) -> list[str]:
