@@ -216,8 +216,7 @@ def main(
 
 async def _bench(workload: Workload, repeats: int, url: str | None, as_json: bool) -> None:
     if url is None:
-        command = server_command(["--log-level", "warning"])
-        async with running_server(command) as own:
+        async with running_server(server_command([])) as own:
             return await _bench(workload, repeats, own, as_json)
     await measure(hold_suspended, url, Workload(1, 10))  # warm up
     suspended, stateless = [], []

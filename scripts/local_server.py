@@ -19,8 +19,9 @@ class ServerError(RuntimeError):
 
 
 def server_command(options: Sequence[str]) -> list[str]:
-    """Return the command that starts the server on a free port."""
-    return [sys.executable, "-P", "-m", "server", "--port", "0", *options]
+    """Return the command that starts the server on a free port, and has it say no more."""
+    quiet = ["--port", "0", "--log-level", "warning"]
+    return [sys.executable, "-P", "-m", "server", *quiet, *options]
 
 
 @asynccontextmanager

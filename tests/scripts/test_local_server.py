@@ -34,7 +34,17 @@ def is_running(pid: int) -> bool:
 def test_the_server_is_started_on_a_free_port() -> None:
     command = server_command(["--model", "m"])
 
-    assert command[1:] == ["-P", "-m", "server", "--port", "0", "--model", "m"]
+    assert command[1:] == [
+        "-P",
+        "-m",
+        "server",
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+        "--model",
+        "m",
+    ]
 
 
 @pytest.mark.slow
