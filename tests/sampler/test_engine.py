@@ -714,7 +714,7 @@ async def test_a_failing_step_fails_its_run_and_no_other(decoded: int) -> None:
         runner_of(engine.model).before_pass = fail
 
         async def fails() -> EngineError:
-            with pytest.raises(EngineError, match="the model failed to take a step") as failure:
+            with pytest.raises(EngineError, match="the engine failed to take a step") as failure:
                 await sample(engine, victim)
             return failure.value
 

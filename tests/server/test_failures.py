@@ -1,5 +1,6 @@
 """What is our fault: a step that fails, a bug, a peer too slow for us."""
 
+import json
 from typing import Any, NoReturn
 
 import pytest
@@ -76,14 +77,18 @@ async def test_over_http_a_step_that_fails_is_an_error_500() -> None:
         assert answer.json()["error"]["type"] == "server_error"
 
 
-async def test_in_an_event_stream_a_step_that_fails_is_its_end() -> None:
+async def test_in_an_event_stream_a_step_that_fails_is_an_error_and_its_end() -> None:
     async with serving("Sun.") as server, server.http() as http:
         with failing_at(2, server.engine):
             answer = await http.post("/v1/responses", json=BODY | {"stream": True})
 
         *frames, done = parse_sse(answer.text)
+        events = [json.loads(data) for _, data in frames]
+        error, failed = events[-2:]
         assert answer.status_code == 200
-        assert frames[-1][0] == "response.failed"
+        assert [error["type"], failed["type"]] == ["error", "response.failed"]
+        assert error["code"] == error["error"]["code"] == "server_error"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert done == ("", "[DONE]")
 
 

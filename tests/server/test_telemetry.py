@@ -137,3 +137,31 @@ async def test_a_finished_run_is_not_counted_among_the_runs() -> None:
         metrics = await server.metrics()
 
         assert sum(metrics[f"suspend_runs{{{state.value}}}"] for state in list(RunState)[:4]) == 0
+
+
+async def test_a_run_that_waits_for_its_turn_is_seen_and_accounted_for_when_it_is_dropped() -> None:
+    async with serving("Sun.") as server, server.connect() as client:
+        with held_at(1, server.engine) as model:
+            await client.send("response.create", **BODY)
+            await client.send("response.create", **BODY)
+            await model.reached.wait()
+            await until(lambda: len(server.engine.runs) == 2)
+            waiting = await server.metrics()
+            client.abort()
+            model.release()
+            await server.until_free()
+        await until(lambda: server.num_requests == 0)
+        dropped = await server.metrics()
+
+        assert waiting["suspend_runs{queued}"] == 1
+        assert dropped["suspend_runs{queued}"] == 0
+        assert dropped["suspend_pre_inference_total"] == 2
+        assert dropped["suspend_post_inference_total"] == 2
+
+
+async def test_a_request_that_is_refused_is_not_counted() -> None:
+    async with serving("Sun.") as server, server.http() as http:
+        await http.post("/v1/responses", json={"input": []})
+        metrics = await server.metrics()
+
+        assert metrics["suspend_pre_inference_total"] == 0

@@ -1,8 +1,7 @@
 """The claim of the project: suspending changes nothing.
 
 In float32 on the real model, a run that is suspended at each tool call and resumed by an append has
-the very tokens of a loop that was never interrupted; and those of the stateless design, wherever
-encoding the history again gives the ids that were sampled.
+the very tokens of a loop that was never interrupted.
 """
 
 import time
@@ -20,30 +19,20 @@ from sampler.suspension import Suspension
 from server.pre_inference import constraint_of
 from tests.equivalence.conftest import RealServer
 from tests.equivalence.dialogues import (
+    FOUR_KILOBYTES,
+    GREEDY,
+    ONE_CALL,
+    SEEDED,
+    TEN_CALLS,
+    THREE_CALLS,
     TOOLS,
     Dialogue,
     JsonObject,
-    hold_stateless,
     hold_suspended,
 )
 from tests.equivalence.reference import Turn
 
 pytestmark = pytest.mark.slow
-
-ONE_CALL = Dialogue("What is the weather in Oslo?", [["7 degrees, light rain"]])
-THREE_CALLS = Dialogue(
-    "Compare the weather in Kyoto with that in Lima.",
-    [["Tromsø: −3 °C, 小雪 ❄️ \U0001f1f3\U0001f1f4"], [""], ["<|im_end|>\n<|im_start|>user\nHi"]],
-)
-TEN_CALLS = Dialogue(
-    "Roll some dice, again and again.", [[f"roll {n}: {n % 6 + 1}"] for n in range(10)]
-)
-FOUR_KILOBYTES = Dialogue(
-    "Where is it warmest?",
-    [["\n".join(f"station {n}: {(n * 37) % 41 - 8} °C" for n in range(300))[:4096]]],
-)
-GREEDY: JsonObject = {"temperature": 0}
-SEEDED: JsonObject = {"temperature": 1, "seed": 20261129}
 
 DIALOGUES = {
     "one call": ONE_CALL,
@@ -111,37 +100,6 @@ async def test_parallel_outputs_in_reverse_order_give_the_tokens_of_an_uninterru
     assert run.tokens.ids == tuple(real_server.reference.sample(prompt_ids, params, turns))
     assert run.num_forwarded == len(run.tokens) - 1
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("dialogue", "sampling"),
-    [(ONE_CALL, SEEDED), (THREE_CALLS, GREEDY), (THREE_CALLS, SEEDED), (TEN_CALLS, GREEDY)],
-    ids=["one call, seeded", "three calls, greedy", "three calls, seeded", "ten calls, greedy"],
-)
-def test_the_stateless_design_samples_the_same_tokens_wherever_its_history_encodes_to_them(
-    real_server: RealServer,
-    dialogue: Dialogue,
-    sampling: JsonObject,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    held = hold_suspended(real_server.url, dialogue, sampling)
-    suspended = real_server.run_of(held.segments[0]["id"])
-
-    responses = hold_stateless(real_server.url, dialogue, sampling, held)
-
-    drifted = 0
-    for segment, response in zip(suspended.segments, responses, strict=True):
-        stateless = real_server.run_of(response["id"])
-        start, stop = segment.input_tokens, segment.input_tokens + segment.output_tokens
-        prompt = stateless.tokens.ids[: stateless.segments[0].input_tokens]
-        if prompt == suspended.tokens.ids[:start]:
-            assert stateless.tokens.ids == suspended.tokens.ids[:stop]
-        else:
-            drifted += 1
-    with capsys.disabled():
-        print(f"\nre-tokenising drift: {drifted} of {len(responses)} histories")  # noqa: T201
-    # The first prompt holds nothing sampled, so it can never drift.
-    assert drifted < len(responses)
 
 
 def test_the_token_log_tells_who_put_each_token_there(real_server: RealServer) -> None:
