@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from contextlib import aclosing, closing
+from typing import NoReturn
 
 import jsonschema
 import pytest
@@ -1044,3 +1045,31 @@ async def test_a_tiny_engine_runs_calls_that_it_spells_out_in_bytes() -> None:
         assert text_of(outputs) == "Hm. Sunny."
         assert client.suspensions[0].calls[0].arguments == '{"city": "Oslo"}'
         assert engine.counters.tokens_forwarded == len(run.tokens) - 1
+
+
+async def test_a_grammar_that_fails_when_a_turn_begins_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise GrammarError("too large")
+
+    with steered_engine() as engine:
+        run = await open_run(engine)
+        monkeypatch.setattr(GrammarCompiler, "matcher", fail)
+
+        with pytest.raises(EngineError) as failure:
+            await sample(engine, run)
+
+        assert isinstance(failure.value.__cause__, GrammarError)
+        assert run.state is RunState.FAILED
+        assert_nothing_is_held(engine)
+
+
+async def test_a_run_that_was_never_sampled_is_forgotten_with_its_last_reference() -> None:
+    with steered_engine() as engine:
+        run = await open_run(engine)
+        num_waiting = len(engine.runs)
+        del run
+
+        assert num_waiting == 1
+        assert engine.runs == ()

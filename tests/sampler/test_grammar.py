@@ -670,6 +670,15 @@ def test_a_schema_that_cannot_be_compiled_is_an_error_that_says_why_in_one_line(
     assert not message.startswith("at ")
 
 
+@pytest.mark.parametrize("name", ["zip", "uri-reference", "password"])
+def test_a_format_that_nobody_defines_is_a_remark(
+    byte_compiler: GrammarCompiler, name: str
+) -> None:
+    schema = properties(a={"type": "string", "format": name})
+
+    byte_compiler.check(FunctionTool("f", None, schema))
+
+
 # --- Compiling once ------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from protocol.items import FunctionCall, Message
 from sampler.chat_template import ChatMLFormat, TemplateFormat
 from sampler.conversation import Conversation
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
+from sampler.model_runner import ModelRunner
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, byte_tokenizer
 
 CHATML = (
@@ -328,3 +329,35 @@ def test_a_model_without_a_chat_template_is_an_error(new_model: NewModel) -> Non
 
     with pytest.raises(ModelLoadError, match="the model 'changed' has no chat template"):
         load_model(directory, device="cpu")
+
+
+# Ends a turn only once another follows, so nothing tells where a sampled turn ends.
+NO_END = WITH_TOOLS.replace(
+    "<|im_end|>\n{% endfor %}", "{% if not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_by_which_no_run_could_be_resumed_is_an_error(new_model: NewModel) -> None:
+    with pytest.raises(ModelLoadError, match=r"no run of 'changed' can be resumed"):
+        load_model(new_model(template=NO_END), device="cpu")
+
+
+def test_a_model_that_does_not_go_on_where_its_cache_ends_is_an_error(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "continues_from_its_cache", lambda _: False)
+
+    with pytest.raises(ModelLoadError, match="cannot suspend"):
+        load_model(tiny_directory, device="cpu")
+
+
+def test_loading_leaves_nothing_counted_as_forwarded(tiny_directory: Path) -> None:
+    assert load_model(tiny_directory, device="cpu").runner.counters.tokens_forwarded == 0
+
+
+def test_the_end_of_turn_of_chatml_stops_whatever_the_configuration_says(
+    new_model: NewModel,
+) -> None:
+    directory = new_model({"eos_token_id": END_OF_TEXT}, eos="<|endoftext|>")
+
+    assert load_model(directory, device="cpu").tokenizer.stop_ids == {END_OF_TEXT, IM_END}
