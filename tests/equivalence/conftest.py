@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from sampler.model_loading import load_model
 from sampler.params import SamplingParams, ToolConstraint
 from sampler.run import Run
 from server.app import create_app
+from tests.equivalence.dialogues import Held
 from tests.equivalence.reference import UninterruptedLoop
 
 
@@ -36,6 +37,8 @@ class RealServer:
     url: str
     engine: RecordingEngine
     reference: UninterruptedLoop
+    held: dict[tuple[str, str], Held] = field(default_factory=dict)
+    """What came of dialogues already held, by question and sampling."""
 
     def run_of(self, response_id: str) -> Run:
         """Return the run behind a response."""

@@ -102,7 +102,8 @@ def hold_suspended(
             calls, known = response["output"][known:], len(response["output"])
             held.segments.append(response)
             held.calls.append(calls)
-            while_suspended()
+            if index == 0:
+                while_suspended()
             is_last = index == len(dialogue.outputs) - 1
             append = {
                 "type": "response.append",
