@@ -219,6 +219,9 @@ class Engine:
             if self._stop_reason(run, turn):
                 break
             token_id = await self._step(run, cache, [token_id], turn.matcher)
+        if run.tokens.last in self.model.tokenizer.stop_ids and turn.is_in_call:
+            run.apply(RunEvent.FAIL)
+            raise EngineError("a call was not finished: its schema may admit no arguments")
         for output in turn.flush():
             yield output
 

@@ -41,7 +41,7 @@ def arguments_schema(parameters: Schema | None, max_string: int) -> dict[str, An
     if not any(schema.get(key) for key in _MEMBERS):
         # A function that declares nothing takes nothing; JSON Schema would let the model invent.
         schema.setdefault("additionalProperties", False)
-    schema = _rewritten(schema, _without_unknown_format)
+    schema = _rewritten(schema, _without_remarks)
     if max_string:
         schema = bound_strings(schema, max_string)
     return {**schema, "x-guidance": _JSON_STYLE}
@@ -78,10 +78,13 @@ def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) 
     return change(rewritten)
 
 
-def _without_unknown_format(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("format") in (None, *_KNOWN_FORMATS):
-        return schema
-    return {key: value for key, value in schema.items() if key != "format"}
+def _without_remarks(schema: dict[str, Any]) -> dict[str, Any]:
+    """Drop keywords that say nothing and that llguidance does not know."""
+    if schema.get("format") not in (None, *_KNOWN_FORMATS):
+        del schema["format"]
+    if schema.get("propertyNames") == {"type": "string"}:  # zod says so of any record
+        del schema["propertyNames"]
+    return schema
 
 
 def _bounded(schema: dict[str, Any], max_length: int) -> dict[str, Any]:

@@ -39,6 +39,11 @@ class SampledTurn:
         self._name = ""
         self._arguments: list[str] = []
 
+    @property
+    def is_in_call(self) -> bool:
+        """True from a call's begin marker to its end marker."""
+        return self._parser is not None and self._parser.is_in_call
+
     def feed(self, token_id: int) -> Iterator[TurnOutput]:
         """Take the next sampled token and give what it decides."""
         text = self._detokenizer.feed(token_id)

@@ -8,7 +8,8 @@ says.
 """
 
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -48,13 +49,21 @@ class Tokenizer:
         # Logits that only pad the vocabulary belong to no token.
         padding_ids = set(range(self.vocab_size)).difference(fast.get_vocab().values())
         self._silent_ids = self.stop_ids | special_ids | padding_ids
+        self._text = FastTokenizer.from_str(json.dumps(_without_added_tokens(description)))
+        known = llguidance.LLTokenizer(json.dumps(description), n_vocab=self.vocab_size)
+        self._bytes = [known.decode_bytes([token_id]) for token_id in range(self.vocab_size)]
+        # llguidance encodes what a grammar leaves no choice about, and grammars hold text that
+        # clients wrote, so it too gets a tokenizer that has no control ids to give.
         self.guidance = llguidance.LLTokenizer(
-            json.dumps(description),
+            llguidance.TokenizerWrapper(
+                _GuidanceVocabulary(
+                    self._bytes, sorted(special_ids | padding_ids), min(self.stop_ids), self._encode
+                )
+            ),
             n_vocab=self.vocab_size,
             eos_token=sorted(self.stop_ids),
         )
         """The same vocabulary as llguidance sees it."""
-        self._text = FastTokenizer.from_str(json.dumps(_without_added_tokens(description)))
 
     @property
     def added_tokens(self) -> dict[str, int]:
@@ -69,13 +78,30 @@ class Tokenizer:
         """
         self.counters.encodes += 1
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that ``token_id`` stands for in text; control tokens stand for none."""
         if token_id in self._silent_ids:
             return b""
-        return bytes(self.guidance.decode_bytes([token_id]))
+        return self._bytes[token_id]
+
+
+@dataclass(frozen=True)
+class _GuidanceVocabulary:
+    """What llguidance asks of a tokenizer that it cannot read itself."""
+
+    tokens: Sequence[bytes]
+    special_token_ids: Sequence[int]
+    eos_token_id: int
+    encode: Callable[[str], list[int]]
+    bos_token_id: int | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)
 
 
 def _without_added_tokens(description: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,9 @@ class LogLevel(StrEnum):
 
 def main(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 8000,
     model: Annotated[
         str | None,
         typer.Option(help="A local path or Hugging Face id.", show_default="the embedded model"),
@@ -72,6 +74,7 @@ def main(
 ) -> None:
     """Serve a local model by the Responses API, with a sampler that suspends at tool calls."""
     _set_up_logging(log_level)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until the server takes it over
     if threads is not None:
         torch.set_num_threads(threads)
     try:

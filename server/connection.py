@@ -23,6 +23,7 @@ from protocol.codec import decode_client_event, encode
 from protocol.dialect import Dialect
 from protocol.errors import ProtocolError
 from protocol.lane import Lane, LaneEvent, LaneState
+from protocol.tools import ToolChoice
 from sampler.engine import Resumption
 from sampler.run import RunEvent
 from sampler.suspension import Suspension
@@ -31,8 +32,8 @@ from server.services import Services
 
 logger = logging.getLogger(__name__)
 
-INTERNAL_ERROR = 1011
-"""Close code (RFC 6455, 7.4.1)."""
+ABNORMAL_CLOSURE, INTERNAL_ERROR = 1006, 1011
+"""Close codes (RFC 6455, 7.4.1)."""
 
 
 class Connection:
@@ -49,6 +50,7 @@ class Connection:
         self._speaking_for: PreparedRun | None = None
         self._resumption: asyncio.Future[Resumption | None] | None = None
         self._sampled_call_ids: set[str] = set()
+        self._next_choice: ToolChoice | None = None
         self._error_numbers = count()
 
     async def serve(self) -> None:
@@ -124,14 +126,19 @@ class Connection:
         added = resolve_append(
             append.input, suspension.awaited, suspension.outputs, self._sampled_call_ids
         )
+        if not added.outputs and not added.messages:
+            raise errors.invalid_value("input", "expected outputs of the calls, or messages")
         suspension = suspension.answer(added.outputs, added.messages)
+        # Encoded even if more outputs are to come: what is held must leave room for them.
+        complete = suspension.answer(dict.fromkeys(suspension.awaited, ""))
+        with refused("input"):
+            suffix_ids = await self._services.engine.encode_suffix(prepared.run, complete)
+        self._next_choice = append.tool_choice or self._next_choice
         if suspension.awaited:
             self._lane.apply(LaneEvent.HOLD)
             prepared.run.suspension = suspension
             return
-        with refused("input"):
-            suffix_ids = await self._services.engine.encode_suffix(prepared.run, suspension)
-        constraint = constraint_after_calls(prepared.params, append.tool_choice)
+        constraint = constraint_after_calls(prepared.params, self._next_choice)
         self._resume(LaneEvent.APPEND, Resumption(suffix_ids, received_at, constraint))
 
     def _suspended(self) -> tuple[PreparedRun, Suspension]:
@@ -166,6 +173,7 @@ class Connection:
         """Have the client make the calls: what it appends is what the run waits for."""
         self._sampled_call_ids.update(call.call_id for call in suspension.calls)
         self._resumption = asyncio.get_running_loop().create_future()
+        self._next_choice = None
         self._lane.apply(LaneEvent.SUSPEND)
         if not self._queue.empty():
             # A create that came during sampling abandons the run as well: it waits for its turn,
@@ -174,4 +182,8 @@ class Connection:
         return self._resumption
 
     async def _send(self, event: Any) -> None:
-        await self._websocket.send_text(encode(event).decode())
+        try:
+            await self._websocket.send_text(encode(event).decode())
+        except RuntimeError as error:
+            # The server refused a frame of the client and closed, before we were told.
+            raise WebSocketDisconnect(ABNORMAL_CLOSURE) from error

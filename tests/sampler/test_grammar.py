@@ -670,6 +670,12 @@ def test_a_schema_that_cannot_be_compiled_is_an_error_that_says_why_in_one_line(
     assert not message.startswith("at ")
 
 
+def test_names_that_may_be_any_string_are_a_remark(byte_compiler: GrammarCompiler) -> None:
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": S}
+
+    byte_compiler.check(FunctionTool("f", None, properties(a=record)))
+
+
 @pytest.mark.parametrize("name", ["zip", "uri-reference", "password"])
 def test_a_format_that_nobody_defines_is_a_remark(
     byte_compiler: GrammarCompiler, name: str
@@ -942,3 +948,26 @@ def test_a_schema_that_compiles_also_compiles_bounded(schema: Schema) -> None:
         return
 
     assert compiler.matcher(ToolConstraint((function,), 1)) is not None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"enum": ["<|im_end|>"]}, {"const": "a <|im_end|> b"}, {"pattern": r"^<\|im_end\|>$"}],
+    ids=["enum", "const", "pattern"],
+)
+def test_a_control_string_in_a_schema_is_spelled_out_as_text(schema: Schema) -> None:
+    compiler = GrammarCompiler(smollm2_tokenizer())
+    function = FunctionTool("f", None, properties(a={"type": "string", **schema}))
+    value = schema.get("const", "<|im_end|>")
+    text = call_text("f", json.dumps({"a": value}))
+    tokenizer = smollm2_tokenizer()
+    matcher = compiler.matcher(ToolConstraint((function,), 1, 1))
+    assert matcher is not None
+
+    for token_id in tokenizer.encode_text(text):
+        mask = matcher.mask()
+        assert mask[token_id]
+        assert not any(mask[control] for control in tokenizer.added_tokens.values())
+        matcher.accept(token_id)
+
+    assert all(matcher.mask()[stop] for stop in tokenizer.stop_ids)

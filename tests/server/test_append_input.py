@@ -172,3 +172,35 @@ async def test_no_parallel_calls_are_made_where_they_are_not_wanted() -> None:
         first = await client.create(parallel_tool_calls=False)
 
         assert len(calls_in(first)) == 1
+
+
+async def test_a_partial_append_that_leaves_no_room_is_refused_and_a_shorter_one_is_not() -> None:
+    async with suspended(BOTH, "Sun.", max_context=700) as (_, client, _):
+        first, second = calls_in(client.streams[0])
+        await client.send("response.append", input=[output(first, "x" * 3000)])
+        error = await client.error()
+        await client.send("response.append", input=[output(first, "short")])
+        last = await client.append(output(second))
+
+        assert error["error"]["code"] == "context_length_exceeded"
+        assert text_in(last[-1]["response"]) == "Sun."
+
+
+async def test_a_choice_in_a_partial_append_binds_the_next_segment() -> None:
+    async with suspended(BOTH, "Sun.") as (server, client, _):
+        (run,) = server.engine.runs
+        first, second = calls_in(client.streams[0])
+        await client.send("response.append", input=[output(first)], tool_choice="none")
+        await client.append(output(second))
+
+        assert not run.constraint.allows_calls
+
+
+async def test_an_append_that_brings_nothing_new_is_told_so() -> None:
+    async with suspended() as (_, client, call):
+        await client.send("response.append", input=[{**call, "id": None}])
+        error = await client.error()
+        last = await client.append(output(call))
+
+        assert error["error"]["param"] == "input"
+        assert text_in(last[-1]["response"]) == "Sun."
