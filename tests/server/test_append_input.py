@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.server.models import BOTH, OSLO, inputs_of
+from tests.server.models import BOTH, OSLO, inputs_of, scripted_engine
 from tests.server.running import Event, Running, calls_in, output, serving, suspended, text_in
 
 
@@ -175,7 +175,8 @@ async def test_no_parallel_calls_are_made_where_they_are_not_wanted() -> None:
 
 
 async def test_a_partial_append_that_leaves_no_room_is_refused_and_a_shorter_one_is_not() -> None:
-    async with suspended(BOTH, "Sun.", max_context=700) as (_, client, _):
+    engine = scripted_engine(BOTH, "Sun.", max_context=700)
+    async with suspended(engine=engine) as (_, client, _):
         first, second = calls_in(client.streams[0])
         await client.send("response.append", input=[output(first, "x" * 3000)])
         error = await client.error()
