@@ -1073,3 +1073,17 @@ async def test_a_run_that_was_never_sampled_is_forgotten_with_its_last_reference
 
         assert num_waiting == 1
         assert engine.runs == ()
+
+
+async def test_a_call_whose_schema_admits_no_arguments_is_a_failure_not_a_call() -> None:
+    schema = {"required": ["a"], "properties": {"a": {"$ref": "#/$defs/x"}}}
+    endless = FunctionTool("f", None, {**schema, "$defs": {"x": {"$ref": "#/$defs/x"}}})
+    with closing(tiny_engine()) as engine:
+        prompt_ids = await engine.encode_prompt(Conversation([Message("user", "Hi")]))
+        params = SamplingParams(seed=1, max_output_tokens=400)
+        run = engine.open_run("run", prompt_ids, params, ToolConstraint((endless,), 1, 1))
+
+        with pytest.raises(EngineError):
+            await sample(engine, run)
+
+        assert run.state is RunState.FAILED
