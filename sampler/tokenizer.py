@@ -52,14 +52,11 @@ class Tokenizer:
         self._text = FastTokenizer.from_str(json.dumps(_without_added_tokens(description)))
         known = llguidance.LLTokenizer(json.dumps(description), n_vocab=self.vocab_size)
         self._bytes = [known.decode_bytes([token_id]) for token_id in range(self.vocab_size)]
-        # llguidance encodes what a grammar leaves no choice about, and grammars hold text that
-        # clients wrote, so it too gets a tokenizer that has no control ids to give.
+        vocabulary = _GuidanceVocabulary(
+            self._bytes, sorted(special_ids | padding_ids), min(self.stop_ids), self._encode
+        )
         self.guidance = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(
-                _GuidanceVocabulary(
-                    self._bytes, sorted(special_ids | padding_ids), min(self.stop_ids), self._encode
-                )
-            ),
+            llguidance.TokenizerWrapper(vocabulary),
             n_vocab=self.vocab_size,
             eos_token=sorted(self.stop_ids),
         )
@@ -92,7 +89,11 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class _GuidanceVocabulary:
-    """What llguidance asks of a tokenizer that it cannot read itself."""
+    """What llguidance asks of a tokenizer that it cannot read itself.
+
+    llguidance encodes what a grammar leaves no choice about, and grammars hold text that clients
+    wrote. So ``encode`` must have no control ids to give.
+    """
 
     tokens: Sequence[bytes]
     special_token_ids: Sequence[int]
