@@ -10,10 +10,14 @@ from typing import Any
 import msgspec
 
 from protocol import errors
-from protocol.items import JsonObject, convert
 from protocol.server_events import ServerEvent, event_type
+from protocol.validation import JsonObject, convert
 
 SSE_DONE = b"data: [DONE]\n\n"
+
+MAX_DEPTH = 128
+"""How deep JSON may nest, itself the first level. Whoever walks through what was read, to validate,
+render or write it again, does so by recursion, which Python ends at about a thousand calls."""
 
 _decoder = msgspec.json.Decoder()
 _encoder = msgspec.json.Encoder()
@@ -23,7 +27,7 @@ def decode_object(data: bytes | str) -> JsonObject:
     """Decode one JSON object.
 
     Raises:
-        ProtocolError: ``invalid_json``, also for nesting deeper than the interpreter can hold.
+        ProtocolError: ``invalid_json``, also for what is nested deeper than ``MAX_DEPTH``.
     """
     try:
         value = _decoder.decode(data)
@@ -33,7 +37,22 @@ def decode_object(data: bytes | str) -> JsonObject:
         raise errors.invalid_json("nested too deeply") from None
     if not isinstance(value, dict):
         raise errors.invalid_json(f"got `{type(value).__name__}`")
+    _check_depth(value)
     return value
+
+
+def _check_depth(value: JsonObject) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            member
+            for container in level
+            for member in (container.values() if isinstance(container, dict) else container)
+            if isinstance(member, dict | list)
+        ]
+        if not level:
+            return
+    raise errors.invalid_json(f"nested deeper than {MAX_DEPTH} levels")
 
 
 def decode_client_event(data: bytes | str) -> tuple[str, JsonObject]:
@@ -50,8 +69,13 @@ def encode(value: Any) -> bytes:
 
 
 def sse(event: ServerEvent) -> bytes:
-    """Frame ``event`` for an event stream: the ``event`` line repeats the JSON ``type``.
+    """Frame ``event`` for an event stream."""
+    return sse_frame(event_type(event), encode(event))
+
+
+def sse_frame(name: str, data: bytes) -> bytes:
+    """Frame an event that is JSON already; its ``event`` line repeats the ``type`` in ``data``.
 
     Open Responses 2026-04-24, Streaming; it forbids the ``id`` line.
     """
-    return b"event: %b\ndata: %b\n\n" % (event_type(event).encode(), encode(event))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)

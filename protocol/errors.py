@@ -1,31 +1,49 @@
 """What the peer did wrong, and the three shapes in which it is told.
 
-| code                            | is used when                                                   |
-| ------------------------------- | -------------------------------------------------------------- |
-| `invalid_json`                  | a body or frame is not one JSON object of valid Unicode        |
-| `binary_frame`                  | a WebSocket frame is binary                                    |
-| `payload_too_large`             | a body or frame is longer than the server reads                |
-| `unsupported_event_type`        | a frame's `type` names no client event                         |
-| `missing_required_parameter`    | a member that must be there is absent, null or empty           |
-| `invalid_type`                  | a member has the wrong JSON type                               |
-| `invalid_value`                 | a member has the right type and a value that is not allowed    |
-| `unsupported_parameter`         | a constraint that this server cannot keep                      |
-| `unsupported_content`           | images, files, audio: the models read text only                |
-| `model_not_found`               | no such model (404)                                            |
-| `previous_response_not_found`   | `previous_response_id` names nothing that is still known       |
-| `item_not_found`                | an `item_reference` names nothing that is still known          |
-| `context_length_exceeded`       | the input does not fit the context window                      |
-| `no_suspended_response`         | an append, and no response is suspended here                   |
-| `response_in_progress`          | an append while the response is still sampling                 |
-| `unknown_call_id`               | an append names a call that this response never made           |
-| `duplicate_call_id`             | a call or its output is given twice                            |
-| `rate_limit_exceeded`           | more creates are queued on a connection than it holds (429)    |
-| `upgrade_required`              | a GET where only a WebSocket is spoken (426)                   |
-| `server_error`                  | our own doing, where no response is there to fail (500)        |
-| none                            | a call without output, an output without call; param `input`   |
+| code                                 | is used when                                              |
+| ------------------------------------ | --------------------------------------------------------- |
+| `invalid_json`                       | a body or frame is not one JSON object of valid Unicode   |
+| `binary_frame`                       | a WebSocket frame is binary                               |
+| `payload_too_large`                  | a body or frame is longer than the server reads           |
+| `unsupported_content_encoding`       | a body is compressed in a way that is not read here (415) |
+| `invalid_body`                       | a body is not compressed in the way that its header says  |
+| `unsupported_event_type`             | a frame's `type` names no client event                    |
+| `invalid_api_key`                    | the key is absent or wrong (401)                          |
+| `forbidden_origin`                   | a web page of another origin asks (403)                   |
+| `forbidden_host`                     | the `Host` is not a name of this server (403)             |
+| `missing_required_parameter`         | a member that must be there is absent, null or empty      |
+| `unknown_parameter`                  | a member that may not be there, where none else may       |
+| `invalid_type`                       | a member has the wrong JSON type                          |
+| `invalid_value`                      | a member has the right type and a value that cannot be    |
+| `unsupported_parameter`              | a constraint that this server cannot keep                 |
+| `unsupported_content`                | images, files, audio: the models read text only           |
+| `model_not_found`                    | no such model (404)                                       |
+| `response_not_found`                 | no such response, here or on this connection (404)        |
+| `previous_response_not_found`        | `previous_response_id` names nothing that is still known  |
+| `item_not_found`                     | an `item_reference` names nothing that is still known     |
+| `context_length_exceeded`            | the input does not fit the context window                 |
+| `no_suspended_response`              | an append, and no response is suspended here              |
+| `suspension_expired`                 | a suspended response waited too long for its outputs      |
+| `response_in_progress`               | a response is to be followed before it has ended          |
+| `response_already_completed`         | an inject or steer comes after the end of its response    |
+| `response_not_active`                | a steer comes when its response takes no more             |
+| `response_not_background`            | a cancel of a response that is not in the background      |
+| `unknown_call_id`                    | an output for a call that this response never made        |
+| `duplicate_call_id`                  | a call or its output is given twice                       |
+| `invalid_input`                      | a steer of another shape than a steer's                   |
+| `too_many_pending_steers`            | more steers wait than are kept                            |
+| `successor_creation_failed`          | what a steer asked for could not be started               |
+| `invalid_stream_id`                  | a lane's name is not 1 to 256 of `A-Za-z0-9_.-`           |
+| `websocket_stream_limit_reached`     | more named lanes than a connection may have               |
+| `websocket_connection_limit_reached` | the connection is as old as it may get                    |
+| `rate_limit_exceeded`                | more is waiting, or open, than the server holds (429)     |
+| `upgrade_required`                   | a GET where only a WebSocket is spoken (426)              |
+| `server_error`                       | our own doing, where no response is there to fail (500)   |
+| none                                 | a call without output, an output without call             |
 
 Where no status is given it is 400, which is final for every client. 409, 422, 429 and 5xx make the
-SDKs and Codex send the same request again, so they are not for what would fail again.
+SDKs and Codex send the same request again, so they are not for what would fail again. Nor is 404
+where it can be helped, which Codex repeats too.
 """
 
 import re
@@ -74,10 +92,43 @@ def payload_too_large(limit: int) -> ProtocolError:
     return ProtocolError(f"expected at most {limit} bytes", code="payload_too_large")
 
 
+def unsupported_content_encoding(encoding: str) -> ProtocolError:
+    return ProtocolError(
+        f"unsupported content encoding {_quote(encoding)}",
+        code="unsupported_content_encoding",
+        status=415,
+    )
+
+
+def invalid_body(encoding: str) -> ProtocolError:
+    return ProtocolError(
+        f"expected a whole body in the content encoding {_quote(encoding)}", code="invalid_body"
+    )
+
+
 def unsupported_event_type(event_type: str) -> ProtocolError:
     return ProtocolError(
         f"unsupported event type {_quote(event_type)}", code="unsupported_event_type", param="type"
     )
+
+
+# --- Who asks, and from where --------------------------------------------------------------------
+
+
+def invalid_api_key() -> ProtocolError:
+    return ProtocolError(
+        "expected a valid API key in the Authorization header", code="invalid_api_key", status=401
+    )
+
+
+def forbidden_origin(origin: str) -> ProtocolError:
+    return ProtocolError(
+        f"origin {_quote(origin)} is not allowed", code="forbidden_origin", status=403
+    )
+
+
+def forbidden_host(host: str) -> ProtocolError:
+    return ProtocolError(f"host {_quote(host)} is not allowed", code="forbidden_host", status=403)
 
 
 # --- One member ----------------------------------------------------------------------------------
@@ -88,6 +139,12 @@ def missing_required_parameter(param: str) -> ProtocolError:
         f"missing required parameter {_quote(param)}",
         code="missing_required_parameter",
         param=param,
+    )
+
+
+def unknown_parameter(param: str) -> ProtocolError:
+    return ProtocolError(
+        f"unknown parameter {_quote(param)}", code="unknown_parameter", param=param
     )
 
 
@@ -124,6 +181,7 @@ def unexpected_value(param: str, value: object, expected: str) -> ProtocolError:
 
 _VALIDATION = re.compile(r"(?s)(.*?)(?: - at (?:`key` in )?`\$([^`]*)`)?")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 
 
 def from_validation(error: msgspec.ValidationError, root: str = "") -> ProtocolError:
@@ -134,6 +192,8 @@ def from_validation(error: msgspec.ValidationError, root: str = "") -> ProtocolE
     path = root + path.partition("[...]")[0]  # msgspec does not name the keys of a map
     if missing := _MISSING.fullmatch(detail):
         return missing_required_parameter(f"{path}.{missing[1]}".lstrip("."))
+    if unknown := _UNKNOWN.fullmatch(detail):
+        return unknown_parameter(f"{path}.{unknown[1]}".lstrip("."))
     kind = invalid_type if ", got `" in detail else invalid_value
     return kind(path.lstrip("."), detail[:1].lower() + detail[1:200])
 
@@ -144,6 +204,12 @@ def from_validation(error: msgspec.ValidationError, root: str = "") -> ProtocolE
 def model_not_found(model: str) -> ProtocolError:
     return ProtocolError(
         f"model {_quote(model)} not found", code="model_not_found", param="model", status=404
+    )
+
+
+def response_not_found(response_id: str) -> ProtocolError:
+    return ProtocolError(
+        f"response {_quote(response_id)} not found", code="response_not_found", status=404
     )
 
 
@@ -170,17 +236,15 @@ def context_length_exceeded(needed: int, limit: int) -> ProtocolError:
 # --- Calls and their outputs ---------------------------------------------------------------------
 
 
-def orphan_output(call_id: str) -> ProtocolError:
+def orphan_output(call_id: str, param: str = "input") -> ProtocolError:
     return ProtocolError(
         f"No tool call found for function call output with call_id {_quote(call_id)}.",
-        param="input",
+        param=param,
     )
 
 
-def unanswered_call(call_id: str) -> ProtocolError:
-    return ProtocolError(
-        f"No tool output found for function call {_quote(call_id)}.", param="input"
-    )
+def unanswered_call(call_id: str, param: str = "input") -> ProtocolError:
+    return ProtocolError(f"No tool output found for function call {_quote(call_id)}.", param=param)
 
 
 def unknown_call_id(call_id: str, param: str) -> ProtocolError:
@@ -204,15 +268,97 @@ def no_suspended_run() -> ProtocolError:
     )
 
 
-def response_in_progress() -> ProtocolError:
+def suspension_expired() -> ProtocolError:
+    return ProtocolError("the outputs of the calls did not come in time", code="suspension_expired")
+
+
+def response_in_progress(response_id: str) -> ProtocolError:
     return ProtocolError(
-        "the response is still in progress on this connection", code="response_in_progress"
+        f"response {_quote(response_id)} is still in progress",
+        code="response_in_progress",
+        param="previous_response_id",
     )
+
+
+def response_already_completed(response_id: str) -> ProtocolError:
+    return ProtocolError(
+        f"response {_quote(response_id)} is already completed", code="response_already_completed"
+    )
+
+
+def response_not_active(response_id: str) -> ProtocolError:
+    return ProtocolError(
+        f"response {_quote(response_id)} takes no more input", code="response_not_active"
+    )
+
+
+def response_not_background(response_id: str) -> ProtocolError:
+    return ProtocolError(
+        f"response {_quote(response_id)} does not run in the background",
+        code="response_not_background",
+    )
+
+
+# --- Steering ------------------------------------------------------------------------------------
+
+
+def invalid_input(detail: str, param: str | None) -> ProtocolError:
+    return ProtocolError(detail, code="invalid_input", param=param)
+
+
+def too_many_pending_steers(limit: int) -> ProtocolError:
+    return ProtocolError(
+        f"expected at most {limit} steers that wait", code="too_many_pending_steers"
+    )
+
+
+def successor_creation_failed(detail: str) -> ProtocolError:
+    return ProtocolError(
+        f"the successor could not be created: {detail}", code="successor_creation_failed"
+    )
+
+
+# --- The connection ------------------------------------------------------------------------------
+
+
+def invalid_stream_id() -> ProtocolError:
+    return ProtocolError(
+        "expected 1 to 256 letters, digits, '_', '-' or '.'",
+        code="invalid_stream_id",
+        param="stream_id",
+    )
+
+
+def websocket_stream_limit_reached(limit: int) -> ProtocolError:
+    return ProtocolError(
+        f"expected at most {limit} different stream ids on a connection",
+        code="websocket_stream_limit_reached",
+        param="stream_id",
+    )
+
+
+def websocket_connection_limit_reached(minutes: float) -> ProtocolError:
+    return ProtocolError(
+        f"a connection is closed after {minutes:g} minutes; connect again to go on",
+        code="websocket_connection_limit_reached",
+    )
+
+
+# --- The load ------------------------------------------------------------------------------------
 
 
 def too_many_queued(limit: int) -> ProtocolError:
     return ProtocolError(
-        f"expected at most {limit} queued responses on this connection",
+        f"expected at most {limit} messages that wait on this lane",
+        code="rate_limit_exceeded",
+        status=429,
+        error_type="rate_limit_error",
+    )
+
+
+def too_many_connections(limit: int) -> ProtocolError:
+    return ProtocolError(
+        f"expected at most {limit} open connections",
         code="rate_limit_exceeded",
         status=429,
         error_type="rate_limit_error",
@@ -229,6 +375,16 @@ def upgrade_required() -> ProtocolError:
 def server_error(message: str) -> ProtocolError:
     """Return what a client is told of a mistake of ours; it may try again."""
     return ProtocolError(message, code="server_error", status=500, error_type="server_error")
+
+
+def shutting_down() -> ProtocolError:
+    """Return what a client is told that asks for more while the server ends: it may try again.
+
+    Codex tries again after this code, and not after ``server_is_overloaded``.
+    """
+    return ProtocolError(
+        "the server is shutting down", code="server_error", status=503, error_type="server_error"
+    )
 
 
 # --- On the wire ---------------------------------------------------------------------------------
@@ -252,6 +408,7 @@ class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
     status: int
     sequence_number: int
     error: ErrorPayload
+    stream_id: str | msgspec.UnsetType = msgspec.UNSET  # where the lane has a name
 
 
 class SseErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -277,9 +434,12 @@ def error_body(error: ProtocolError) -> dict[str, Any]:
     return {"error": msgspec.structs.asdict(error_payload(error))}
 
 
-def error_event(error: ProtocolError, sequence_number: int) -> ErrorEvent:
-    """Return the WebSocket frame for ``error``."""
-    return ErrorEvent(error.status, sequence_number, error_payload(error))
+def error_event(
+    error: ProtocolError, sequence_number: int, stream_id: str | None = None
+) -> ErrorEvent:
+    """Return the WebSocket frame for ``error``, which belongs to the lane ``stream_id``."""
+    lane = msgspec.UNSET if stream_id is None else stream_id
+    return ErrorEvent(error.status, sequence_number, error_payload(error), lane)
 
 
 def sse_error_event(error: ProtocolError, sequence_number: int) -> SseErrorEvent:

@@ -1,114 +1,222 @@
-"""Items: what goes into a response and what comes out of it.
+"""Input items: what a conversation is made of.
 
 Input is normalised here, once: whatever mixture of strings, part lists and missing ``type`` members
-a client sends, the rest of the program sees three plain structs. Output items are the structs that
-go on the wire.
+a client sends, the rest of the program sees a few plain structs.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
 
 from protocol import errors
+from protocol.sealed import unseal
+from protocol.tools import CallableTool, Tool, callable_tools, parse_tools, qualified
+from protocol.validation import JsonObject, convert, without_nulls
 
-JsonObject: TypeAlias = dict[str, Any]
 Role: TypeAlias = Literal["user", "assistant", "system", "developer"]
 CallId: TypeAlias = Annotated[str, Meta(min_length=1)]
-T = TypeVar("T")
 
 
-# --- Input ---------------------------------------------------------------------------------------
+# --- The items -----------------------------------------------------------------------------------
 
 
-class Message(Struct, frozen=True):
-    """A message, its content joined to one string."""
+class _Item(Struct, frozen=True, tag_field="kind", tag=True):
+    """Tagged by its class, so that a conversation can be stored and read back."""
+
+
+class Message(_Item, frozen=True):
+    """A message, its content joined to one string; only the assistant's keep their id."""
 
     role: Role
     text: str
+    id: str | None = None
 
 
-class FunctionCall(Struct, frozen=True):
+class FunctionCall(_Item, frozen=True):
     """A call the model made earlier, as the client echoes it."""
 
     call_id: CallId
     name: str
     arguments: str
+    namespace: str | None = None
+    id: str | None = None
+
+    @property
+    def qualified_name(self) -> str:
+        """The name that the model knows the tool by."""
+        return qualified(self.namespace, self.name)
 
 
-class FunctionCallOutput(Struct, frozen=True):
+class CustomToolCall(_Item, frozen=True):
+    """A call of a free-form tool."""
+
+    call_id: CallId
+    name: str
+    input: str
+    namespace: str | None = None
+    id: str | None = None
+
+    @property
+    def qualified_name(self) -> str:
+        """The name that the model knows the tool by."""
+        return qualified(self.namespace, self.name)
+
+
+class CallOutput(_Item, frozen=True):
     """What the client's tool answered, its parts joined to one string."""
 
     call_id: CallId
     output: str
 
 
-class UnknownItem(Struct, frozen=True):
+class ReasoningItem(_Item, frozen=True):
+    """What a model thought before it spoke."""
+
+    text: str
+    id: str | None = None
+
+
+class Compaction(_Item, frozen=True):
+    """A summary in the place of what was said before."""
+
+    summary: str
+    id: str | None = None
+
+
+class ItemReference(_Item, frozen=True):
+    """An item that this server made, by its id; ``param`` is where it stands in the request."""
+
+    id: str
+    param: str
+
+
+class AdditionalTools(_Item, frozen=True):
+    """Tools that are declared within the input."""
+
+    tools: tuple[Tool, ...]
+
+
+class UnknownItem(_Item, frozen=True):
     """An item of a kind the model cannot see: tolerated, never rendered."""
 
     type: str
 
 
-InputItem: TypeAlias = Message | FunctionCall | FunctionCallOutput | UnknownItem
-Content: TypeAlias = str | list[JsonObject]
+InputItem: TypeAlias = (
+    Message
+    | FunctionCall
+    | CustomToolCall
+    | CallOutput
+    | ReasoningItem
+    | Compaction
+    | ItemReference
+    | AdditionalTools
+    | UnknownItem
+)
+
+
+# --- Reading them --------------------------------------------------------------------------------
 
 
 class _WireMessage(Struct):
     role: Role
-    content: Content
+    content: str | list[JsonObject]
+    id: str | None = None
+
+
+class _WireFunctionCall(Struct):
+    call_id: CallId
+    name: str
+    arguments: str
+    namespace: str | None = None
+    id: str | None = None
+
+
+class _WireCustomToolCall(Struct):
+    call_id: CallId
+    name: str
+    input: str
+    namespace: str | None = None
+    id: str | None = None
 
 
 class _WireOutput(Struct):
     call_id: CallId
-    output: Content
+    output: str | list[Any] | JsonObject
+
+
+class _WireReasoning(Struct):
+    content: list[JsonObject] = []
+    summary: list[JsonObject] = []
+    encrypted_content: str = ""
+    id: str | None = None
+
+
+class _WireCompaction(Struct):
+    encrypted_content: str
+    id: str | None = None
 
 
 class _WireReference(Struct):
     id: str
 
 
-def convert(value: Any, type_: type[T], root: str = "") -> T:
-    """Validate ``value``, which stands at the path ``root`` of the request, as ``type_``.
-
-    Raises:
-        ProtocolError: with the path of the offending member as its ``param``.
-    """
-    try:
-        return msgspec.convert(value, type_)
-    except msgspec.ValidationError as error:
-        raise errors.from_validation(error, root) from None
-
-
-def without_nulls(value: JsonObject) -> JsonObject:
-    """Return ``value`` without its null members: for an optional member, null means absent."""
-    return {key: member for key, member in value.items() if member is not None}
+class _WireAdditionalTools(Struct):
+    tools: list[JsonObject]
 
 
 def parse_items(value: Any, param: str = "input") -> list[InputItem]:
     """Normalise an ``input`` (OpenAI reference, create a response); a string is one user message.
 
-    Ids and statuses on items are read over: Codex invents ids for its own items, so an id on an
-    input item refers to nothing.
+    Ids on what the client's side said are read over: Codex invents them, so they refer to nothing.
+    A call that the history marks as cut short and does not answer is not seen either: nobody ran
+    it, so nobody can say what came of it.
     """
     if isinstance(value, str):
         return [Message("user", value)]
-    items = convert(value, list[JsonObject], param)
-    return [_parse_item(without_nulls(item), f"{param}[{i}]") for i, item in enumerate(items)]
+    wire = [without_nulls(item) for item in convert(value, list[JsonObject], param)]
+    items = [_parse_item(item, f"{param}[{i}]") for i, item in enumerate(wire)]
+    answered = {item.call_id for item in items if isinstance(item, CallOutput)}
+    return [
+        UnknownItem(source["type"]) if _is_left_open(item, source, answered) else item
+        for item, source in zip(items, wire, strict=True)
+    ]
+
+
+def _is_left_open(item: InputItem, source: JsonObject, answered: set[str]) -> bool:
+    return (
+        isinstance(item, FunctionCall | CustomToolCall)
+        and source.get("status") == "incomplete"
+        and item.call_id not in answered
+    )
 
 
 def _parse_item(item: JsonObject, param: str) -> InputItem:
     match _item_type(item, param):
         case "message":
-            message = convert(item, _WireMessage, param)
-            return Message(message.role, _joined(message.content, f"{param}.content"))
+            return _parse_message(item, param)
         case "function_call":
-            return convert(item, FunctionCall, param)
-        case "function_call_output":
+            call = convert(item, _WireFunctionCall, param)
+            return FunctionCall(call.call_id, call.name, call.arguments, call.namespace, call.id)
+        case "custom_tool_call":
+            custom = convert(item, _WireCustomToolCall, param)
+            return CustomToolCall(
+                custom.call_id, custom.name, custom.input, custom.namespace, custom.id
+            )
+        case "function_call_output" | "custom_tool_call_output":
             answer = convert(item, _WireOutput, param)
-            return FunctionCallOutput(answer.call_id, _joined(answer.output, f"{param}.output"))
+            return CallOutput(answer.call_id, _output_text(answer.output, f"{param}.output"))
+        case "reasoning":
+            return _parse_reasoning(item, param)
+        case "compaction" | "compaction_summary":
+            return _parse_compaction(item, param)
         case "item_reference":
-            raise errors.item_not_found(convert(item, _WireReference, param).id, param)
+            return ItemReference(convert(item, _WireReference, param).id, param)
+        case "additional_tools":
+            tools = convert(item, _WireAdditionalTools, param).tools
+            return AdditionalTools(tuple(parse_tools(tools, f"{param}.tools")))
         case other:
             return UnknownItem(other)
 
@@ -124,7 +232,41 @@ def _item_type(item: JsonObject, param: str) -> str:
     raise errors.missing_required_parameter(f"{param}.type")
 
 
-def _joined(content: Content, param: str) -> str:
+def _parse_message(item: JsonObject, param: str) -> Message:
+    message = convert(item, _WireMessage, param)
+    text = _content_text(message.content, f"{param}.content")
+    return Message(message.role, text, message.id if message.role == "assistant" else None)
+
+
+def _parse_reasoning(item: JsonObject, param: str) -> ReasoningItem:
+    """Take the fullest text there is; what another server has sealed is a thought without words."""
+    wire = convert(item, _WireReasoning, param)
+    text = _thought(wire.content) or _thought(wire.summary)
+    if not text and wire.encrypted_content:
+        try:
+            text = unseal(wire.encrypted_content)
+        except ValueError:
+            text = ""
+    return ReasoningItem(text, wire.id)
+
+
+def _thought(parts: list[JsonObject]) -> str:
+    return "".join(text for part in parts if isinstance(text := part.get("text"), str))
+
+
+def _parse_compaction(item: JsonObject, param: str) -> Compaction:
+    """Without its text the conversation has lost its beginning, so that is an error."""
+    wire = convert(item, _WireCompaction, param)
+    try:
+        return Compaction(unseal(wire.encrypted_content), wire.id)
+    except ValueError as error:
+        raise errors.invalid_value(f"{param}.encrypted_content", str(error)) from None
+
+
+# --- Their content -------------------------------------------------------------------------------
+
+
+def _content_text(content: str | list[JsonObject], param: str) -> str:
     """Join the parts with nothing between them: we add no characters the peer did not send."""
     if isinstance(content, str):
         return content
@@ -132,6 +274,38 @@ def _joined(content: Content, param: str) -> str:
 
 
 def _part_text(part: JsonObject, param: str) -> str:
+    text = _known_part_text(part, param)
+    if text is not None:
+        return text
+    if part.get("type") is None:
+        raise errors.missing_required_parameter(f"{param}.type")
+    raise errors.unexpected_value(f"{param}.type", part["type"], "a text part")
+
+
+def _output_text(output: Any, param: str) -> str:
+    """Join the parts; what is not a known part is data of the tool, which the model reads as JSON.
+
+    A tool's answer was not written by whoever made the request, so its shape is no reason to
+    refuse that.
+    """
+    if isinstance(output, str):
+        return output
+    if isinstance(output, list):
+        return "".join(_output_part_text(part, f"{param}[{i}]") for i, part in enumerate(output))
+    return _json_text(output)
+
+
+def _output_part_text(part: Any, param: str) -> str:
+    text = _known_part_text(part, param) if isinstance(part, dict) else None
+    return _json_text(part) if text is None else text
+
+
+def _json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _known_part_text(part: JsonObject, param: str) -> str | None:
+    """Return the text of a part, or None where parts of its kind are not known."""
     match part.get("type"):
         case "input_text" | "output_text" | "text":
             return _text_member(part, "text", param)
@@ -139,10 +313,8 @@ def _part_text(part: JsonObject, param: str) -> str:
             return _text_member(part, "refusal", param)
         case ("input_image" | "input_file" | "input_audio" | "input_video") as media:
             raise errors.unsupported_content(media, param)
-        case None:
-            raise errors.missing_required_parameter(f"{param}.type")
-        case other:
-            raise errors.unexpected_value(f"{param}.type", other, "a text part")
+        case _:
+            return None
 
 
 def _text_member(part: JsonObject, name: str, param: str) -> str:
@@ -151,65 +323,46 @@ def _text_member(part: JsonObject, name: str, param: str) -> str:
     return convert(part[name], str, f"{param}.{name}")
 
 
+# --- What a whole conversation says --------------------------------------------------------------
+
+
+def tools_in_effect(tools: Iterable[Tool], items: Iterable[object]) -> list[CallableTool]:
+    """Return what the model may call: ``tools``, and those that a conversation's items declare.
+
+    A declaration replaces an earlier one of the same name, as Codex repeats its own.
+    """
+    declared = [tool for item in items if isinstance(item, AdditionalTools) for tool in item.tools]
+    by_name = {tool.name: tool for tool in callable_tools([*tools, *declared])}
+    return list(by_name.values())
+
+
 def check_calls_are_answered(items: Sequence[InputItem], param: str = "input") -> None:
     """Check that every call has its one output after it, and every output its call before it.
 
     Chat templates place an output by the call it answers; one without the other cannot be rendered.
-    The OpenAI API refuses both with the messages used here.
+    The OpenAI API refuses both with the messages used here. It is the whole conversation that
+    counts, with what was said before this request, so the error names no item of the request.
+
+    Raises:
+        ProtocolError: with ``param``, which is where the conversation goes on in the request.
     """
     called: set[str] = set()
     answered: set[str] = set()
-    for i, item in enumerate(items):
+    for item in items:
         match item:
-            case FunctionCall(call_id=call_id):
-                _add_once(called, call_id, f"{param}[{i}].call_id")
-            case FunctionCallOutput(call_id=call_id):
+            case FunctionCall(call_id=call_id) | CustomToolCall(call_id=call_id):
+                _add_once(called, call_id, param)
+            case CallOutput(call_id=call_id):
                 if call_id not in called:
-                    raise errors.orphan_output(call_id)
-                _add_once(answered, call_id, f"{param}[{i}].call_id")
+                    raise errors.orphan_output(call_id, param)
+                _add_once(answered, call_id, param)
             case _:
                 pass
     if unanswered := sorted(called - answered):
-        raise errors.unanswered_call(unanswered[0])
+        raise errors.unanswered_call(unanswered[0], param)
 
 
 def _add_once(seen: set[str], call_id: str, param: str) -> None:
     if call_id in seen:
         raise errors.duplicate_call_id(call_id, param)
     seen.add(call_id)
-
-
-# --- Output --------------------------------------------------------------------------------------
-
-
-Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
-    """A part of a message. The Python SDK's types want both lists, even though they are empty."""
-
-    text: str
-    annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
-
-
-class OutputMessage(Struct, frozen=True, tag_field="type", tag="message"):
-    """Text the model wrote."""
-
-    id: str
-    status: Status
-    content: tuple[OutputText, ...] = ()
-    role: Literal["assistant"] = "assistant"
-
-
-class OutputFunctionCall(Struct, frozen=True, tag_field="type", tag="function_call"):
-    """A call the model made; ``call_id`` is what its output names, ``id`` is the item's own."""
-
-    id: str
-    call_id: str
-    name: str
-    arguments: str
-    status: Status
-
-
-OutputItem: TypeAlias = OutputMessage | OutputFunctionCall

@@ -1,15 +1,19 @@
 """The response resource: what every lifecycle event carries."""
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from protocol.client_events import CreateParams, Reasoning
-from protocol.items import JsonObject, OutputItem
+from protocol.client_events import CreateParams, ReasoningOptions
+from protocol.output_items import OutputItem
 from protocol.tools import FunctionTool, echo_tools
+from protocol.validation import JsonObject
 
-ResponseStatus: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
-IncompleteReason: TypeAlias = Literal["max_output_tokens", "content_filter"]
+ResponseStatus: TypeAlias = Literal[
+    "queued", "in_progress", "completed", "incomplete", "failed", "cancelled"
+]
+IncompleteReason: TypeAlias = Literal["max_output_tokens", "content_filter", "steered"]
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -52,6 +56,20 @@ class Usage(Struct, frozen=True):
             input_tokens + output_tokens,
         )
 
+    @classmethod
+    def sum(cls, usages: Iterable["Usage"]) -> "Usage":
+        """Return the usage of a response whose segments are not told apart on the wire."""
+        segments = tuple(usages)
+        inputs = [segment.input_tokens_details for segment in segments]
+        outputs = [segment.output_tokens_details for segment in segments]
+        return cls.of(
+            sum(segment.input_tokens for segment in segments),
+            sum(segment.output_tokens for segment in segments),
+            cached_tokens=sum(details.cached_tokens for details in inputs),
+            cache_write_tokens=sum(details.cache_write_tokens for details in inputs),
+            reasoning_tokens=sum(details.reasoning_tokens for details in outputs),
+        )
+
 
 class IncompleteDetails(Struct, frozen=True):
     reason: IncompleteReason
@@ -87,14 +105,14 @@ class ResponseResource(Struct, frozen=True, kw_only=True, tag_field="object", ta
     max_tool_calls: int | None
     temperature: float
     top_p: float
-    top_logprobs: int = 0
+    top_logprobs: int
     presence_penalty: float
     frequency_penalty: float
     text: JsonObject
-    reasoning: Reasoning | None
+    reasoning: ReasoningOptions | None
     truncation: Literal["auto", "disabled"]
-    store: bool = False
-    background: bool = False
+    store: bool
+    background: bool
     service_tier: str = "default"
     metadata: dict[str, str]
     user: str | None
@@ -103,16 +121,30 @@ class ResponseResource(Struct, frozen=True, kw_only=True, tag_field="object", ta
     suspend_run: JsonObject | UnsetType = field(default=UNSET, name="suspend:run")
 
 
-def build_response(params: CreateParams, *, id: str, created_at: int) -> ResponseResource:
+class CompactionResource(Struct, frozen=True, tag_field="object", tag="response.compaction"):
+    """What a conversation comes to when it is compacted: the input of a new one. It is not stored,
+    so nothing follows it by its id."""
+
+    id: str
+    created_at: int  # unix seconds
+    output: list[OutputItem | JsonObject]
+    """Also what the client's side said, so they are not all output items."""
+    usage: Usage
+
+
+def build_response(
+    params: CreateParams, *, id: str, created_at: int, store: bool
+) -> ResponseResource:
     """Return the response to ``params`` as it is before anything was sampled.
 
-    It repeats the values in effect: ``store`` is false whatever was asked, as nothing is stored,
-    and there is one service tier.
+    It repeats the values in effect, not the wishes: ``store`` says whether the response will be
+    found again, and there is one service tier.
     """
     return ResponseResource(
         id=id,
         created_at=created_at,
         model=params.model,
+        previous_response_id=params.previous_response_id,
         instructions=params.instructions,
         tools=echo_tools(params.tools),
         tool_choice=params.tool_choice.echo(),
@@ -121,11 +153,14 @@ def build_response(params: CreateParams, *, id: str, created_at: int) -> Respons
         max_tool_calls=params.max_tool_calls,
         temperature=params.temperature,
         top_p=params.top_p,
+        top_logprobs=params.top_logprobs,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        text=_text(params.verbosity),
+        text=_text(params),
         reasoning=params.reasoning,
         truncation=params.truncation,
+        store=store,
+        background=params.background,
         metadata=params.metadata,
         user=params.user,
         safety_identifier=params.safety_identifier,
@@ -133,6 +168,6 @@ def build_response(params: CreateParams, *, id: str, created_at: int) -> Respons
     )
 
 
-def _text(verbosity: str | None) -> JsonObject:
-    text: dict[str, Any] = {"format": {"type": "text"}}
-    return text if verbosity is None else text | {"verbosity": verbosity}
+def _text(params: CreateParams) -> JsonObject:
+    text: JsonObject = {"format": params.text_format.echo()}
+    return text if params.verbosity is None else text | {"verbosity": params.verbosity}

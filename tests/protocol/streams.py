@@ -1,4 +1,4 @@
-"""Streams to test with: a response, ids that count, and a run of two segments."""
+"""Streams to test with: a response, ids that count, a run of two segments and one of everything."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -6,11 +6,16 @@ from typing import Any
 
 from protocol.client_events import parse_create
 from protocol.codec import decode_object, encode
+from protocol.errors import response_already_completed, too_many_pending_steers
+from protocol.output_items import Logprob, OutputCustomToolCall, OutputFunctionCall, TopLogprob
 from protocol.response import ResponseResource, Usage, build_response
 from protocol.response_stream import ResponseStream
-from protocol.server_events import ServerEvent
+from protocol.sealed import seal
+from protocol.server_events import ServerEvent, output_stub
 
 USAGE = Usage.of(5, 2, cached_tokens=1)
+LOGPROB = Logprob("a", -0.5, (97,), (TopLogprob("a", -0.5, (97,)), TopLogprob("é", -2.0, (195,))))
+OUTPUTS = [{"type": "function_call_output", "call_id": "call_3", "output": "Rain."}]
 BODY: dict[str, Any] = {
     "model": "smollm2",
     "input": "What is the weather in Oslo?",
@@ -28,13 +33,13 @@ def counted_ids() -> Callable[[str], str]:
     return fresh
 
 
-def new_response(**members: Any) -> ResponseResource:
+def new_response(*, store: bool = False, **members: Any) -> ResponseResource:
     params = parse_create(BODY | members, transport="websocket")
-    return build_response(params, id="resp_1", created_at=1)
+    return build_response(params, id="resp_1", created_at=1, store=store)
 
 
-def new_stream() -> ResponseStream:
-    return ResponseStream(new_response(), counted_ids())
+def new_stream(**options: Any) -> ResponseStream:
+    return ResponseStream(new_response(), counted_ids(), **options)
 
 
 def frames(events: Iterable[ServerEvent]) -> list[dict[str, Any]]:
@@ -57,4 +62,46 @@ def two_segments(stream: ResponseStream) -> list[ServerEvent]:
         *stream.suspend(USAGE, {"segments": 1}),
         *stream.text_delta("Rain."),
         *stream.complete(USAGE, {"segments": 2}, 9),
+    ]
+
+
+def everything(stream: ResponseStream) -> list[ServerEvent]:
+    """Play every kind of item, of part and of acknowledgement, in two segments."""
+    return [
+        *stream.queue(),
+        *stream.start(),
+        stream.steer_accepted("steer_1"),
+        *stream.reasoning_delta("They want "),
+        *stream.reasoning_delta("two things."),
+        *stream.reasoning_done(),
+        *stream.text_delta("First", (LOGPROB,)),
+        *stream.text_delta(" this.", (LOGPROB, LOGPROB)),
+        stream.steer_failed(too_many_pending_steers(1), "Faster!"),
+        *stream.refusal_delta("Not "),
+        *stream.refusal_delta("that."),
+        *stream.call_started("call_1", "weather", namespace="sky"),
+        *stream.arguments_delta("{}"),
+        *stream.call_done(),
+        *stream.call_started("call_2", "exec", is_custom=True),
+        *stream.arguments_delta("print"),
+        *stream.arguments_delta("(1)"),
+        *stream.call_done(),
+        *stream.suspend(USAGE),
+        stream.inject_created(),
+        *stream.compaction(seal("They talked.")),
+        *stream.call_started("call_3", "weather"),
+        *stream.call_done(),
+        *stream.complete(USAGE, None, 9),
+        stream.inject_failed(response_already_completed("resp_1"), OUTPUTS),
+        stream.steer_pending("steer_1", tuple(map(output_stub, calls(stream)[2:]))),
+        stream.steer_failed(response_already_completed("resp_1"), "Shorter!", "steer_1"),
+    ]
+
+
+def calls(stream: ResponseStream) -> list[OutputFunctionCall | OutputCustomToolCall]:
+    """Return the calls among the finished items."""
+    return [
+        item
+        for item in stream.output
+        if isinstance(item, OutputFunctionCall | OutputCustomToolCall)
     ]

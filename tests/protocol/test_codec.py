@@ -1,6 +1,6 @@
 import pytest
 
-from protocol.codec import SSE_DONE, decode_client_event, decode_object, encode, sse
+from protocol.codec import MAX_DEPTH, SSE_DONE, decode_client_event, decode_object, encode, sse
 from protocol.errors import ProtocolError
 from protocol.server_events import OutputTextDelta
 
@@ -36,6 +36,19 @@ def test_what_is_not_one_object_of_valid_unicode_is_invalid_json(data: bytes | s
 
     assert caught.value.code == "invalid_json"
     assert caught.value.message
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b'{"a":', b"}"), (b"[", b"]")])
+def test_json_may_nest_so_deep_and_no_deeper(opening: bytes, closing: bytes) -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"a":' + opening * (depth - 1) + b"1" + closing * (depth - 1) + b"}"
+
+    value = decode_object(nested(MAX_DEPTH))
+
+    assert encode(value) == nested(MAX_DEPTH)
+    with pytest.raises(ProtocolError) as caught:
+        decode_object(nested(MAX_DEPTH + 1))
+    assert caught.value.code == "invalid_json"
 
 
 def test_a_surrogate_pair_is_one_character() -> None:

@@ -1,18 +1,21 @@
 import pytest
 
-from protocol.dialect import APPEND_BETA, Dialect, negotiate
+from protocol.dialect import APPEND_BETA, INJECT_BETA, Dialect, negotiate
 from protocol.errors import ProtocolError
 
 
 @pytest.mark.parametrize(
     ("beta_header", "query", "dialect"),
     [
-        ("", None, Dialect.COMPLETED),
-        ("responses_websockets=2026-02-06", None, Dialect.COMPLETED),
+        ("", None, Dialect.CHAINED),
+        ("responses_websockets=2026-02-06", None, Dialect.CHAINED),
         (APPEND_BETA, None, Dialect.APPEND),
         (f"other=1, {APPEND_BETA}", None, Dialect.APPEND),
+        (INJECT_BETA, None, Dialect.INJECT),
+        (f"{INJECT_BETA},{APPEND_BETA}", None, Dialect.INJECT),
         ("", "append", Dialect.APPEND),
-        (APPEND_BETA, "completed", Dialect.COMPLETED),
+        ("", "inject", Dialect.INJECT),
+        (APPEND_BETA, "chained", Dialect.CHAINED),
     ],
 )
 def test_the_handshake_names_the_dialect_and_the_query_wins(

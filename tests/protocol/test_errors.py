@@ -12,14 +12,21 @@ EVERY_KIND = [
     errors.invalid_json("truncated"),
     errors.binary_frame(),
     errors.payload_too_large(10),
+    errors.unsupported_content_encoding("br"),
+    errors.invalid_body("gzip"),
     errors.unsupported_event_type("response.cancel"),
+    errors.invalid_api_key(),
+    errors.forbidden_origin("https://example.org"),
+    errors.forbidden_host("example.org"),
     errors.missing_required_parameter("model"),
+    errors.unknown_parameter("stream_id"),
     errors.invalid_type("model", "got an int"),
     errors.invalid_value("top_p", "got 2"),
     errors.unexpected_value("top_p", 2, "at most 1"),
     errors.unsupported_parameter("prompt", "not stored"),
     errors.unsupported_content("input_image", "input[0].content[0]"),
     errors.model_not_found("gpt-9"),
+    errors.response_not_found("resp_0"),
     errors.previous_response_not_found("resp_0"),
     errors.item_not_found("msg_0", "input[0]"),
     errors.context_length_exceeded(9, 8),
@@ -28,11 +35,24 @@ EVERY_KIND = [
     errors.unknown_call_id("call_0", "input[0].call_id"),
     errors.duplicate_call_id("call_0", "input[0].call_id"),
     errors.no_suspended_run(),
-    errors.response_in_progress(),
+    errors.suspension_expired(),
+    errors.response_in_progress("resp_0"),
+    errors.response_already_completed("resp_0"),
+    errors.response_not_active("resp_0"),
+    errors.response_not_background("resp_0"),
+    errors.invalid_input("expected a string", "input"),
+    errors.too_many_pending_steers(32),
+    errors.successor_creation_failed("no such model"),
+    errors.invalid_stream_id(),
+    errors.websocket_stream_limit_reached(32),
+    errors.websocket_connection_limit_reached(60),
     errors.too_many_queued(8),
+    errors.too_many_connections(100),
     errors.upgrade_required(),
     errors.server_error("the server made a mistake"),
+    errors.shutting_down(),
 ]
+MAY_PASS = {"server_error", "rate_limit_exceeded"}
 
 
 def test_the_table_lists_exactly_the_codes_in_use() -> None:
@@ -53,9 +73,10 @@ def test_every_constructor_is_tried_here() -> None:
 
 @pytest.mark.parametrize("error", EVERY_KIND, ids=lambda error: error.code)
 def test_only_what_may_pass_tells_a_client_to_try_again(error: ProtocolError) -> None:
-    may_pass = error.code in ("server_error", "rate_limit_exceeded")
+    may_pass = error.code in MAY_PASS
 
-    assert (error.status not in (400, 404, 426)) == may_pass
+    assert (error.status in (429, 500, 503)) == may_pass
+    assert may_pass or error.status in (400, 401, 403, 404, 415, 426)
     assert (error.error_type != "invalid_request_error") == may_pass
 
 
@@ -78,6 +99,12 @@ def test_a_websocket_frame_nests_the_error_and_has_status_and_number() -> None:
     assert frame == {"type": "error", "status": 404, "sequence_number": 3} | errors.error_body(
         error
     )
+
+
+def test_a_websocket_frame_names_its_lane_if_that_has_a_name() -> None:
+    frame = decode_object(encode(errors.error_event(errors.binary_frame(), 0, "lane")))
+
+    assert frame["stream_id"] == "lane"
 
 
 def test_a_stream_event_has_the_error_flat_and_nested() -> None:
@@ -112,6 +139,7 @@ def test_a_long_value_is_not_sent_back_in_full() -> None:
             "a.b.c",
         ),
         ("Object missing required field `c`", "", "missing_required_parameter", "c"),
+        ("Object contains unknown field `c` - at `$.b`", "a", "unknown_parameter", "a.b.c"),
         ("Invalid enum value ' - at `$.x`' - at `$.role`", "", "invalid_value", "role"),
     ],
 )

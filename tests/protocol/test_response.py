@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 from openresponses_types import ResponseResource
 
+from protocol.client_events import parse_create
 from protocol.codec import decode_object, encode
-from protocol.response import Usage
+from protocol.response import Usage, build_response
 from tests.protocol.streams import BODY, new_response
 
 
@@ -45,6 +46,19 @@ def test_values_that_were_not_given_are_echoed_as_their_defaults() -> None:
         {"presence_penalty": 1.0, "frequency_penalty": -1.0, "parallel_tool_calls": False},
         {"reasoning": {"effort": "low", "summary": None}},
         {"text": {"format": {"type": "text"}, "verbosity": "low"}},
+        {"text": {"format": {"type": "json_object"}}},
+        {
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "city",
+                    "description": None,
+                    "schema": {"type": "object"},
+                    "strict": True,
+                }
+            }
+        },
+        {"previous_response_id": "resp_0", "top_logprobs": 3},
         {"tool_choice": {"type": "function", "name": "weather"}},
     ],
 )
@@ -54,10 +68,24 @@ def test_values_that_were_given_are_echoed(members: dict[str, Any]) -> None:
     assert {name: wire[name] for name in members} == members
 
 
-def test_storage_and_service_tier_are_echoed_as_they_are_not_as_they_were_wished() -> None:
-    wire = on_the_wire(store=True, service_tier="priority")
+@pytest.mark.parametrize("store", [True, False])
+def test_storage_and_service_tier_are_echoed_as_they_are_not_as_they_were_wished(
+    store: bool,
+) -> None:
+    response = build_response(
+        parse_create(BODY | {"store": not store, "service_tier": "priority"}, transport="http"),
+        id="resp_1",
+        created_at=1,
+        store=store,
+    )
 
-    assert (wire["store"], wire["background"], wire["service_tier"]) == (False, False, "default")
+    assert (response.store, response.service_tier) == (store, "default")
+
+
+def test_a_background_response_says_so() -> None:
+    params = parse_create(BODY | {"background": True}, transport="http")
+
+    assert build_response(params, id="resp_1", created_at=1, store=True).background
 
 
 def test_tools_are_echoed_in_order() -> None:
@@ -79,3 +107,13 @@ def test_usage_has_its_total_and_its_details() -> None:
         "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 14,
     }
+
+
+def test_the_usage_of_several_segments_is_their_sum() -> None:
+    first = Usage.of(10, 4, cached_tokens=8, cache_write_tokens=1, reasoning_tokens=2)
+    second = Usage.of(20, 3, cached_tokens=14, reasoning_tokens=1)
+
+    assert Usage.sum(iter([first, second])) == Usage.of(
+        30, 7, cached_tokens=22, cache_write_tokens=1, reasoning_tokens=3
+    )
+    assert Usage.sum([]) == Usage.of(0, 0)

@@ -2,29 +2,62 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
 
 from protocol.response_stream import ResponseStream
+from protocol.server_events import FunctionCallOutputStub, ServerEvent
 from tests.protocol.stream_grammar import Event, check_stream
-from tests.protocol.streams import USAGE, frames, new_stream, two_segments
+from tests.protocol.streams import USAGE, everything, frames, new_stream, two_segments
 
 
-def good_stream() -> list[Event]:
-    return frames(two_segments(new_stream()))
+@cache
+def _played(as_summary: bool) -> list[Event]:
+    return frames(everything(new_stream(reasoning_as_summary=as_summary, seals_reasoning=True)))
+
+
+def good_stream(*, as_summary: bool = False) -> list[Event]:
+    return deepcopy(_played(as_summary))
 
 
 def renumbered(events: list[Event]) -> list[Event]:
     return [event | {"sequence_number": number} for number, event in enumerate(events)]
 
 
-def test_a_stream_of_two_segments_is_accepted() -> None:
-    check_stream(good_stream())
+def is_acknowledgement(event: Event) -> bool:
+    return any(event["type"].startswith(f"response.{of}.") for of in ("steer", "inject"))
+
+
+def without_acknowledgements() -> list[Event]:
+    return renumbered([e for e in good_stream() if not is_acknowledgement(e)])
+
+
+EVENTS = [*enumerate(event["type"].removeprefix("response.") for event in good_stream())]
+
+
+# --- What is accepted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"reasoning_as_summary": True}, {"padding": lambda: "x"}])
+@pytest.mark.parametrize("play", [two_segments, everything])
+def test_what_the_server_says_is_accepted(
+    play: Callable[[ResponseStream], list[ServerEvent]], options: dict[str, Any]
+) -> None:
+    check_stream(frames(play(new_stream(**options))))
 
 
 def test_the_same_stream_without_done_is_accepted() -> None:
     check_stream(renumbered([e for e in good_stream() if e["type"] != "response.done"]))
+
+
+def test_the_same_stream_without_acknowledgements_is_accepted() -> None:
+    check_stream(without_acknowledgements())
+
+
+def test_the_same_stream_on_a_lane_is_accepted() -> None:
+    check_stream([event | {"stream_id": "lane"} for event in good_stream()])
 
 
 @pytest.mark.parametrize(
@@ -32,37 +65,101 @@ def test_the_same_stream_without_done_is_accepted() -> None:
     [
         lambda s: s.complete(USAGE, None, 2),
         lambda s: s.incomplete("max_output_tokens", USAGE),
+        lambda s: s.incomplete("steered", USAGE),
+        lambda s: s.cancel(USAGE),
         lambda s: s.fail("server_error", "oops"),
     ],
 )
-def test_every_end_is_accepted(end: Callable[[ResponseStream], Any]) -> None:
+def test_every_end_is_accepted(end: Callable[[ResponseStream], list[ServerEvent]]) -> None:
     stream = new_stream()
 
     check_stream(frames([*stream.start(), *stream.text_delta("a"), *end(stream)]))
 
 
-@pytest.mark.parametrize("index", range(22))
-def test_no_event_can_be_missing(index: int) -> None:
+def test_an_end_before_the_start_is_accepted() -> None:
+    stream = new_stream()
+
+    check_stream(frames([*stream.queue(), *stream.cancel()]))
+
+
+def test_a_steer_may_be_pending_at_a_silent_pause() -> None:
+    stream = new_stream()
+    stub = FunctionCallOutputStub("call_1", "weather")
+
+    events = [
+        *stream.start(),
+        stream.steer_accepted("steer_1"),
+        *stream.call_started("call_1", "weather"),
+        *stream.pause(),
+        stream.steer_pending("steer_1", (stub,)),
+        *stream.complete(USAGE, None, 2),
+    ]
+
+    check_stream(frames(events))
+
+
+# --- The sentence --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("index", "name"), EVENTS)
+def test_no_event_can_be_missing(index: int, name: str) -> None:
     events = good_stream()
-    optional = (".delta", "response.done")
 
     del events[index]
 
-    with pytest.raises(AssertionError):
-        check_stream(events)
-    if not good_stream()[index]["type"].endswith(optional):
-        with pytest.raises(AssertionError, match="no sentence"):
+    if index < len(events):
+        with pytest.raises(AssertionError, match="numbered"):
+            check_stream(events)
+    if not name.startswith(("steer", "inject")) and name not in ("queued", "done"):
+        wrong = "differs" if name.endswith(".delta") else "no sentence|starts with"
+        with pytest.raises(AssertionError, match=wrong):
             check_stream(renumbered(events))
 
 
-@pytest.mark.parametrize("index", range(22))
-def test_no_event_can_come_twice(index: int) -> None:
+@pytest.mark.parametrize(("index", "name"), EVENTS)
+def test_no_event_can_come_twice(index: int, name: str) -> None:
     events = good_stream()
 
     events.insert(index, events[index])
 
+    with pytest.raises(AssertionError, match="numbered"):
+        check_stream(events)
+    is_about_nothing = name == "steer.failed" and "id" not in events[index]["steer"]
+    if not name.startswith("inject") and not is_about_nothing:
+        with pytest.raises(AssertionError):
+            check_stream(renumbered(events))
+
+
+@pytest.mark.parametrize("index", range(len(without_acknowledgements()) - 1))
+def test_no_two_neighbours_can_change_places(index: int) -> None:
+    events = without_acknowledgements()
+
+    events[index], events[index + 1] = events[index + 1], events[index]
+
     with pytest.raises(AssertionError):
         check_stream(renumbered(events))
+
+
+def test_an_unknown_event_is_noticed() -> None:
+    events = good_stream()
+
+    events.insert(5, {"type": "response.telemetry"})
+
+    with pytest.raises(AssertionError, match=r"\?response.telemetry"):
+        check_stream(renumbered(events))
+
+
+def test_an_acknowledgement_before_the_response_is_noticed() -> None:
+    events = good_stream()
+    index = next(i for i, event in enumerate(events) if is_acknowledgement(event))
+
+    events.insert(0, events.pop(index))
+
+    with pytest.raises(AssertionError, match="starts with"):
+        check_stream(renumbered(events))
+
+
+# --- What the events carry -----------------------------------------------------------------------
 
 
 def set_in(events: list[Event], event_type: str, path: list[Any], value: Any) -> None:
@@ -70,44 +167,69 @@ def set_in(events: list[Event], event_type: str, path: list[Any], value: Any) ->
     place: Any = [event for event in events if event["type"] == f"response.{event_type}"][-1]
     for step in path[:-1]:
         place = place[step]
-    assert place[path[-1]] != value
+    assert place.get(path[-1]) != value
     place[path[-1]] = value
 
 
 @pytest.mark.parametrize(
     ("event_type", "path", "value"),
     [
-        ("created", ["response", "status"], "completed"),
+        ("created", ["response", "status"], "in_progress"),
         ("created", ["response", "output"], [1]),
+        ("queued", ["response", "status"], "in_progress"),
+        ("in_progress", ["response", "status"], "queued"),
         ("in_progress", ["response", "usage"], {}),
         ("in_progress", ["response", "id"], "resp_2"),
         ("completed", ["response", "id"], "resp_2"),
+        ("completed", ["stream_id"], "lane"),
         ("done", ["response", "status"], "completed"),
         ("done", ["response", "usage"], None),
         ("done", ["response", "output"], []),
         ("output_item.added", ["item", "type"], "new"),
         ("output_item.added", ["item", "status"], "completed"),
-        ("output_item.added", ["item", "content"], [1]),
+        ("output_item.added", ["item", "arguments"], "{}"),
         ("output_item.added", ["output_index"], 7),
-        ("output_item.done", ["item", "id"], "msg_9"),
+        ("output_item.done", ["item", "id"], "fc_9"),
         ("output_item.done", ["item", "status"], "in_progress"),
-        ("output_item.done", ["item", "content", 0, "text"], "Sun."),
-        ("content_part.added", ["part", "text"], "Rain."),
-        ("content_part.added", ["content_index"], 1),
-        ("content_part.done", ["part", "text"], "Sun."),
+        ("output_item.done", ["item", "arguments"], "{}"),
+        ("output_item.done", ["item", "namespace"], "sea"),
+        ("output_item.done", ["obfuscation"], "x"),
+        ("content_part.added", ["part", "refusal"], "Not "),
+        ("content_part.added", ["content_index"], 0),
+        ("content_part.done", ["part", "refusal"], "Not"),
+        ("content_part.done", ["output_index"], 0),
         ("output_text.delta", ["item_id"], "msg_9"),
-        ("output_text.delta", ["delta"], "Sun."),
-        ("output_text.done", ["text"], "Sun."),
+        ("output_text.delta", ["delta"], "Last"),
+        ("output_text.delta", ["logprobs"], []),
+        ("output_text.done", ["text"], "Last"),
+        ("output_text.done", ["logprobs"], []),
+        ("refusal.delta", ["delta"], "this."),
+        ("refusal.done", ["refusal"], "Not this."),
+        ("refusal.done", ["content_index"], 0),
+        ("reasoning_text.delta", ["delta"], "one thing."),
+        ("reasoning_text.done", ["text"], ""),
+        ("function_call_arguments.delta", ["delta"], "[]"),
         ("function_call_arguments.done", ["arguments"], "{}"),
         ("function_call_arguments.done", ["name"], "f"),
-        ("function_call_arguments.delta", ["delta"], "{}"),
+        ("custom_tool_call_input.delta", ["delta"], "(2)"),
+        ("custom_tool_call_input.done", ["input"], ""),
+        ("compaction.compacting", ["item_id"], "cmp_9"),
         ("completed", ["response", "status"], "failed"),
         ("completed", ["response", "completed_at"], None),
         ("completed", ["response", "error"], {"code": "x"}),
         ("completed", ["response", "incomplete_details"], {"reason": "x"}),
+        ("completed", ["response", "usage"], None),
         ("completed", ["response", "usage", "total_tokens"], 1),
-        ("completed", ["response", "output", 0, "content"], []),
+        ("completed", ["response", "output"], []),
         ("completed", ["sequence_number"], 9),
+        ("steer.accepted", ["steer", "previous_response_id"], "resp_2"),
+        ("steer.accepted", ["steer", "id"], "steer_2"),
+        ("steer.pending", ["steer", "id"], "steer_2"),
+        ("steer.pending", ["required_input"], []),
+        ("steer.pending", ["required_input"], [{"type": "message"}]),
+        ("steer.failed", ["steer", "id"], "steer_2"),
+        ("inject.created", ["response_id"], "resp_2"),
+        ("inject.failed", ["response_id"], "resp_2"),
     ],
 )
 def test_a_wrong_member_is_noticed(event_type: str, path: list[Any], value: Any) -> None:
@@ -119,18 +241,142 @@ def test_a_wrong_member_is_noticed(event_type: str, path: list[Any], value: Any)
         check_stream(events)
 
 
+@pytest.mark.parametrize(
+    ("event_type", "path", "value"),
+    [
+        ("reasoning_summary_part.added", ["part", "text"], "They"),
+        ("reasoning_summary_part.added", ["part", "type"], "reasoning_text"),
+        ("reasoning_summary_part.added", ["summary_index"], 1),
+        ("reasoning_summary_part.done", ["part", "text"], "They"),
+        ("reasoning_summary_text.delta", ["delta"], "one thing."),
+        ("reasoning_summary_text.done", ["text"], "They"),
+    ],
+)
+def test_a_wrong_member_of_a_summary_is_noticed(
+    event_type: str, path: list[Any], value: Any
+) -> None:
+    events = good_stream(as_summary=True)
+
+    set_in(events, event_type, path, value)
+
+    with pytest.raises(AssertionError):
+        check_stream(events)
+
+
+@pytest.mark.parametrize("kind", ["message", "reasoning", "compaction"])
+def test_an_item_that_is_not_empty_when_added_is_noticed(kind: str) -> None:
+    events = good_stream()
+    added = next(e["item"] for e in events if e.get("item", {}).get("type") == kind)
+
+    added |= {"content": [1], "encrypted_content": "x"}
+
+    with pytest.raises(AssertionError):
+        check_stream(events)
+
+
+@pytest.mark.parametrize("kind", ["reasoning", "compaction"])
+def test_a_seal_on_nothing_is_noticed(kind: str) -> None:
+    events = good_stream()
+
+    for item in items(events):
+        if item["type"] == kind and "encrypted_content" in item:
+            item["encrypted_content"] = ""
+
+    with pytest.raises(AssertionError, match="seal is not empty"):
+        check_stream(events)
+
+
 @pytest.mark.parametrize("member", ["id", "call_id"])
 def test_a_repeated_id_is_noticed(member: str) -> None:
-    events = deepcopy(good_stream())
+    events = good_stream()
     calls = [e["item"] for e in events if e.get("item", {}).get("type") == "function_call"]
-    finished = [item for e in events for item in e.get("response", {}).get("output", ())]
-    first, second = calls[0]["id"], calls[-1]["id"]
-    for item in [*calls, *finished]:
-        if item["id"] == second:
-            item[member] = calls[0][member]
+    first, last = calls[0][member], calls[-1][member]
+
+    for item in items(events):
+        if item.get(member) == last:
+            item[member] = first
     for event in events:
-        if event.get("item_id") == second and member == "id":
+        if event.get("item_id") == last:
             event["item_id"] = first
 
     with pytest.raises(AssertionError, match="repeat"):
+        check_stream(events)
+
+
+def test_a_steer_that_is_pending_while_the_model_speaks_is_noticed() -> None:
+    events = good_stream()
+    index, pending = next(
+        (i, event) for i, event in enumerate(events) if event["type"] == "response.steer.pending"
+    )
+    call = max(i for i, e in enumerate(events) if e["type"] == "response.output_item.added")
+
+    del events[index]
+    events.insert(call + 1, pending)
+
+    with pytest.raises(AssertionError, match="at a stop only"):
+        check_stream(renumbered(events))
+
+
+def items(events: list[Event]) -> list[Event]:
+    """Return every item in ``events``, those in the snapshots of the response too."""
+    single = [event["item"] for event in events if "item" in event]
+    return single + [i for event in events for i in event.get("response", {}).get("output", ())]
+
+
+# --- The end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "path", "value"),
+    [
+        (lambda s: s.incomplete("steered", USAGE), ["incomplete_details"], None),
+        (lambda s: s.incomplete("steered", USAGE), ["incomplete_details", "reason"], "max_tokens"),
+        (lambda s: s.incomplete("steered", USAGE), ["usage"], None),
+        (lambda s: s.incomplete("steered", USAGE), ["completed_at"], 2),
+        (lambda s: s.incomplete("steered", USAGE), ["status"], "completed"),
+        (lambda s: s.cancel(), ["incomplete_details"], {"reason": "steered"}),
+        (lambda s: s.cancel(), ["status"], "incomplete"),
+        (lambda s: s.fail("server_error", "oops"), ["error"], None),
+        (lambda s: s.fail("server_error", "oops"), ["status"], "cancelled"),
+    ],
+)
+def test_an_end_that_contradicts_itself_is_noticed(
+    end: Callable[[ResponseStream], list[ServerEvent]], path: list[str], value: Any
+) -> None:
+    stream = new_stream()
+    events = frames([*stream.start(), *end(stream)])
+    check_stream(events)
+
+    set_in(events, events[-1]["type"].removeprefix("response."), ["response", *path], value)
+
+    with pytest.raises(AssertionError):
+        check_stream(events)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        lambda s: [*s.call_started("c", "f"), *s.complete(USAGE, None, 2)],
+        lambda s: [
+            *s.call_started("c", "f"),
+            *s.call_done(),
+            *s.text_delta("a"),
+            *s.incomplete("steered", USAGE),
+        ],
+    ],
+)
+def test_a_torn_item_elsewhere_than_at_an_early_end_is_noticed(
+    ending: Callable[[ResponseStream], list[ServerEvent]],
+) -> None:
+    stream = new_stream()
+    events = frames([*stream.start(), *ending(stream)])
+    call_ids = [item["id"] for item in items(events) if item["type"] == "function_call"]
+
+    for event in events:
+        finished = [event["item"]] if event["type"] == "response.output_item.done" else []
+        for item in [*finished, *event.get("response", {}).get("output", ())]:
+            if item["id"] in call_ids:
+                item["status"] = "incomplete"
+
+    with pytest.raises(AssertionError, match="torn"):
         check_stream(events)
