@@ -5,32 +5,54 @@ told in text: calls and their outputs the way Hermes 2 Pro introduced and Qwen 2
 ``<tool_call>`` and ``<tool_response>``, and what can be called as one-line signatures. Those are
 our own choice: small models pick the right tool about twice as often from them as from JSON
 schemas, at a third of the tokens.
+
+Tools that take free text are told in text always: no chat template has a place for them. Their
+calls name the tool in JSON, and the rest, up to the end marker, is the input as it is.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, assert_never
 
-from protocol.items import FunctionCall, FunctionCallOutput, InputItem, Message
-from protocol.tools import FunctionTool
-from sampler.tool_calls import BEGIN, END
+from protocol.items import (
+    AdditionalTools,
+    CallOutput,
+    Compaction,
+    CustomToolCall,
+    FunctionCall,
+    InputItem,
+    ItemReference,
+    Message,
+    ReasoningItem,
+    UnknownItem,
+)
+from protocol.tools import CallableTool, CustomTool, FunctionTool
+from sampler.recorded_turn import Call, Item, RecordedTurn
+from sampler.tool_calls import BEGIN, END, INPUT_END, call_head, custom_call_head
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be laid out as the model's chat template wants it."""
 
 
 @dataclass(frozen=True)
 class Conversation:
     """What a prompt is made of."""
 
-    items: Sequence[InputItem]
+    items: Sequence[Item]
     instructions: str | None = None
-    functions: Sequence[FunctionTool] = ()
+    tools: Sequence[CallableTool] = ()
+    """By the names that the model knows them by."""
+    enable_thinking: bool | None = None
+    """Whether the model is to think before it speaks; None leaves it to the chat template."""
 
 
 @dataclass(frozen=True)
 class ToolOutput:
     """What one call returned."""
 
-    call: FunctionCall
+    call: Call
     text: str
 
 
@@ -40,39 +62,57 @@ class Turn:
 
     role: str
     text: str = ""
-    calls: tuple[FunctionCall, ...] = ()
+    calls: tuple[Call, ...] = ()
     outputs: tuple[ToolOutput, ...] = ()
 
 
 def turns_of(conversation: Conversation) -> list[Turn]:
-    """Group items into turns: system first, outputs in the order of their calls."""
+    """Group items into turns: the instructions first, outputs right after the turn of their calls.
+
+    Templates place an output by the call it answers, so whatever came in between comes after it.
+
+    Raises:
+        ConversationError: an output answers no call.
+    """
+    instructions = conversation.instructions
+    head = [Turn("system", instructions)] if instructions else []
+    return _with_outputs([*head, *_spoken_turns(conversation.items)], conversation.items)
+
+
+def turns_after(calls: Sequence[Call], items: Sequence[InputItem]) -> list[Turn]:
+    """Group ``items`` into the turns that follow one which ended in ``calls``.
+
+    Raises:
+        ConversationError: an output answers neither these calls nor one among the items.
+    """
+    sampled = Turn("assistant", calls=tuple(calls))
+    return _with_outputs([sampled, *_spoken_turns(items)], items)[1:]
+
+
+def _spoken_turns(items: Iterable[Item]) -> list[Turn]:
+    """Return what is said and called; an output leaves an empty turn, which ends the one before."""
     turns: list[Turn] = []
-    calls: dict[str, FunctionCall] = {}
-    if conversation.instructions:
-        turns.append(Turn("system", conversation.instructions))
-    for item in conversation.items:
+    for item in items:
         match item:
             case Message(role="assistant"):
                 turn = _open_turn(turns, "assistant")
                 turns[-1] = replace(turn, text=turn.text + item.text)
             case Message():
                 turns.append(Turn("system" if item.role == "developer" else item.role, item.text))
-            case FunctionCall():
-                calls[item.call_id] = item
+            case Compaction():
+                turns.append(Turn("user", summary_text(item)))
+            case FunctionCall() | CustomToolCall():
                 turn = _open_turn(turns, "assistant")
                 turns[-1] = replace(turn, calls=(*turn.calls, item))
-            case FunctionCallOutput():
-                turn = _open_turn(turns, "tool")
-                outputs = [*turn.outputs, ToolOutput(calls[item.call_id], item.output)]
-                turns[-1] = replace(turn, outputs=_in_call_order(outputs, calls))
+            case CallOutput():
+                _open_turn(turns, "tool")
+            case ReasoningItem() | ItemReference() | AdditionalTools() | UnknownItem():
+                pass  # nothing of it is for the model to read
+            case RecordedTurn():
+                raise AssertionError("what was sampled is never laid out again")
             case _:
-                pass  # an item type that means nothing to a local model
+                assert_never(item)
     return turns
-
-
-def tool_turn(calls: Sequence[FunctionCall], outputs: Sequence[str]) -> Turn:
-    """Return the turn that answers ``calls``."""
-    return Turn("tool", outputs=tuple(map(ToolOutput, calls, outputs)))
 
 
 def _open_turn(turns: list[Turn], role: str) -> Turn:
@@ -82,19 +122,35 @@ def _open_turn(turns: list[Turn], role: str) -> Turn:
     return turns[-1]
 
 
-def _in_call_order(
-    outputs: Sequence[ToolOutput], calls: Mapping[str, FunctionCall]
-) -> tuple[ToolOutput, ...]:
-    order = list(calls)
-    return tuple(sorted(outputs, key=lambda output: order.index(output.call.call_id)))
+def _with_outputs(turns: Sequence[Turn], items: Iterable[Item]) -> list[Turn]:
+    """Return ``turns``, each followed by the outputs among ``items`` that answer its calls."""
+    outputs = {item.call_id: item.output for item in items if isinstance(item, CallOutput)}
+    answered: list[Turn] = []
+    for turn in turns:
+        if turn.role != "tool":
+            answered.append(turn)
+        given = tuple(
+            ToolOutput(call, outputs.pop(call.call_id))
+            for call in turn.calls
+            if call.call_id in outputs
+        )
+        if given:
+            answered.append(Turn("tool", outputs=given))
+    if outputs:
+        raise ConversationError(f"the output of {next(iter(outputs))!r} answers no call")
+    return answered
 
 
-def turns_after_calls(
-    calls: Sequence[FunctionCall], outputs: Sequence[str], messages: Sequence[Message]
-) -> list[Turn]:
-    """Return the turns that follow one which ended in ``calls``."""
-    answer = [tool_turn(calls, outputs)] if calls else []
-    return answer + turns_of(Conversation(messages))
+def summary_text(compaction: Compaction) -> str:
+    """Return how a model is told what was said before.
+
+    A user tells it: many templates take a system message at the beginning only, and a summary is
+    made of what users and tools said, whose words should not become orders of the system.
+    """
+    return f"Summary of the conversation so far:\n{compaction.summary}"
+
+
+# --- Turns as text -------------------------------------------------------------------------------
 
 
 def role_of(turn: Turn) -> str:
@@ -109,25 +165,51 @@ def text_of(turn: Turn) -> str:
     return turn.text + "\n".join(map(call_text, turn.calls))
 
 
-def call_text(call: FunctionCall) -> str:
+def call_text(call: Call) -> str:
     """Return the text in which the model makes ``call``."""
-    return f'{BEGIN}\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n{END}'
+    match call:
+        case FunctionCall():
+            return f"{call_head(call.qualified_name)}{call.arguments or '{}'}}}\n{END}"
+        case CustomToolCall():
+            return f"{custom_call_head(call.qualified_name)}{call.input}{INPUT_END}"
+        case _:
+            assert_never(call)
 
 
-def with_tools_told(turns: Sequence[Turn], functions: Sequence[FunctionTool]) -> list[Turn]:
-    """Add to the system turn what the model needs to know to call ``functions``."""
-    if not functions:
+# --- Tools as text -------------------------------------------------------------------------------
+
+
+def with_tools_told(turns: Sequence[Turn], tools: Sequence[CallableTool]) -> list[Turn]:
+    """Add to the system turn what the model needs to know to call ``tools``."""
+    if not tools:
         return list(turns)
     has_system = bool(turns) and turns[0].role == "system"
     system = turns[0] if has_system else Turn("system")
-    signatures = "\n".join(map(_signature, functions))
-    told = f"{system.text}\n\nYou can call these tools:\n{signatures}\n\n{_HOW_TO_CALL}".lstrip()
+    told = f"{system.text}\n\n{_told(tools)}".lstrip()
     return [replace(system, text=told), *turns[1 if has_system else 0 :]]
+
+
+def _told(tools: Sequence[CallableTool]) -> str:
+    functions = [_signature(tool) for tool in tools if isinstance(tool, FunctionTool)]
+    free_form = [_title(tool) for tool in tools if isinstance(tool, CustomTool)]
+    parts = []
+    if functions:
+        parts += ["\n".join(["You can call these tools:", *functions]), _HOW_TO_CALL]
+    if free_form:
+        parts += ["\n".join(["You can call these tools with free text:", *free_form])]
+        parts += [_HOW_TO_CALL_WITH_TEXT]
+    return "\n\n".join(parts)
 
 
 _HOW_TO_CALL = f"""To call a tool, write:
 {BEGIN}
 {{"name": "tool name", "arguments": {{"argument": "value"}}}}
+{END}"""
+
+_HOW_TO_CALL_WITH_TEXT = f"""To call a tool with free text, write:
+{BEGIN}
+{{"name": "tool name"}}
+free text
 {END}"""
 
 
@@ -153,3 +235,8 @@ def _type_of(schema: Any) -> str:
     if isinstance(schema, dict) and set(schema) <= {"type", "description", "title"}:
         return str(schema.get("type", "any"))
     return json.dumps(schema)
+
+
+def _title(tool: CustomTool) -> str:
+    """Return one line such as ``apply_patch: Edit files``."""
+    return f"{tool.name}: {tool.description or ''}".rstrip(": ")

@@ -15,12 +15,18 @@ class Detokenizer:
     """The incremental decoder of one run."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @property
+    def is_in_character(self) -> bool:
+        """True if the last token has begun a character that it does not complete."""
+        held, _ = self._decoder.getstate()
+        return bool(held)
 
     def feed(self, token_id: int) -> str:
         """Return the characters that ``token_id`` completes: often one word, sometimes none."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self._decoder.decode(self.tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
         """Return U+FFFD for a character that was begun and will not be finished, else nothing."""

@@ -1,48 +1,55 @@
 """Hard constraints on what the model may sample, by llguidance.
 
-A tool constraint becomes a Lark grammar over the text of one assistant turn. Where calls are
-allowed, free text may come first, and from the moment the text contains the begin marker the rest
-must be well-formed calls whose arguments match the function's JSON schema. Where they are not, the
-marker cannot be completed at all. So arguments that reach a client always parse and validate, in
-``auto`` as in ``required``; only the end of the token budget can cut a call short.
+What a turn may be becomes a Lark grammar over its text. Thoughts may come first where the model
+thinks, and anything may be thought. Then:
+
+- Where the turn may call, free text may come first, and from the moment that the text contains the
+  begin marker the rest must be well-formed calls: of functions, with arguments that match the JSON
+  schema; of free-form tools, with an input that matches the tool's own grammar (``matcher``).
+- Where it must call, there are the calls and nothing else.
+- Where it may not, the marker cannot be completed at all.
+- Where the text has to be JSON, there are the calls or the JSON and nothing else. So a schema binds
+  the last message of a run and never stands in the way of a call.
+
+So calls and JSON that reach a client always parse and validate, in ``auto`` as in ``required``;
+only the end of the token budget can cut them short. The schema of a function that is not ``strict``
+need not be one that can be enforced: then arguments validate as far as it can be.
 """
 
 import json
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeGuard, TypeVar
 
 import llguidance
-import numpy as np
+import msgspec
 
-from protocol.tools import FunctionTool
-from sampler.json_schema import arguments_schema
-from sampler.params import ToolConstraint
+from protocol.client_events import TextFormat
+from protocol.tools import CallableTool, CustomFormat, CustomTool, FunctionTool
+from protocol.validation import JsonObject
+from sampler.json_schema import arguments_schema, message_schema, relaxed
+from sampler.matcher import Matcher
+from sampler.params import Constraint
 from sampler.tokenizer import Tokenizer
-from sampler.tool_calls import BEGIN, END
+from sampler.tool_calls import (
+    BEGIN,
+    END,
+    INPUT_END,
+    THINK_BEGIN,
+    THINK_END,
+    call_head,
+    custom_call_head,
+)
+
+_T = TypeVar("_T")
 
 
 class GrammarError(ValueError):
-    """A JSON schema that cannot be turned into a grammar."""
+    """A JSON schema, a regular expression or a Lark grammar that cannot be made a constraint."""
 
 
-class Matcher:
-    """Where one segment is in its grammar. While a step is in flight it is the model thread's."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
-
-    def mask(self) -> np.ndarray:
-        """Return ``(vocab,)`` bool: which tokens may come next. End-of-turn tokens are among them
-        where the turn may end."""
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
-        return bits[: self._vocab_size].astype(bool)
-
-    def accept(self, token_id: int) -> None:
-        """Move past ``token_id``, which the mask allowed."""
-        if not self._matcher.consume_token(token_id):
-            raise RuntimeError(f"grammar refused a token it allowed: {self._matcher.get_error()}")
+_ANY_ARGUMENTS: JsonObject = {"type": "object", "additionalProperties": True}
 
 
 class GrammarCompiler:
@@ -54,85 +61,221 @@ class GrammarCompiler:
         Args:
             tokenizer: gives the vocabulary and the ids that end a turn.
             max_forced_string: the bound, in characters, on strings of forced calls whose schema
-                sets none; 0 for no bound. Small models that are made to call may otherwise never
-                end a string.
+                sets none, and on forced inputs of any text; 0 for no bound. Small models that are
+                made to call may otherwise never end a string.
         """
         self._tokenizer = tokenizer
         self._max_forced_string = max_forced_string
         self._compiled: dict[str, llguidance.LLMatcher] = {}
+        self._enforced: dict[str, JsonObject] = {}  # by the parameters that a tool declares
 
-    def check(self, function: FunctionTool) -> None:
-        """Make sure that calls of ``function`` can be constrained, forced or not.
+    def check(self, tool: CallableTool) -> None:
+        """Make sure that calls of ``tool`` can be constrained, forced or not.
+
+        A function that is not ``strict`` always passes.
 
         Raises:
-            GrammarError: its parameters schema cannot be compiled; says why.
+            GrammarError: its schema or its grammar cannot be compiled; says why.
         """
         for min_calls in (0, 1):
-            self._compile(self._grammar(ToolConstraint((function,), min_calls, 1)))
+            self.matcher(Constraint((tool,), min_calls, 1))
 
-    def matcher(self, constraint: ToolConstraint) -> Matcher | None:
-        """Return a fresh matcher for one segment, or None where there is nothing to constrain."""
-        if not constraint.functions:
+    def check_text_format(self, text_format: TextFormat) -> None:
+        """Make sure that a message can be held to ``text_format``.
+
+        Raises:
+            GrammarError: its schema cannot be compiled; says why.
+        """
+        self.matcher(Constraint(text_format=text_format))
+
+    def matcher(self, constraint: Constraint) -> Matcher | None:
+        """Return a fresh matcher for one segment, or None where there is nothing to constrain.
+
+        Raises:
+            GrammarError: the constraint is more than a grammar can hold.
+        """
+        if not constraint.tools and not constraint.wants_json:
             return None
-        return Matcher(
-            self._compile(self._grammar(constraint)).deep_copy(), self._tokenizer.vocab_size
-        )
+        constraint = replace(constraint, tools=tuple(map(self._held_to, constraint.tools)))
+        inputs = {
+            custom_call_head(tool.name).encode(): self._compile_all(_input_grammars(tool.format))
+            for tool in constraint.tools
+            if _has_hole(tool)
+        }
+        turn = self._compile(self._turn_grammar(constraint))
+        return Matcher(self._tokenizer, turn, inputs)
+
+    def _held_to(self, tool: CallableTool) -> CallableTool:
+        """Return ``tool`` with the schema that its arguments are held to."""
+        if not isinstance(tool, FunctionTool) or tool.strict or tool.parameters is None:
+            return tool
+        declared = json.dumps(tool.parameters)
+        if (enforced := self._enforced.get(declared)) is None:
+            enforced = self._enforceable(tool, tool.parameters)
+            _remember(self._enforced, declared, enforced)
+        return msgspec.structs.replace(tool, parameters=enforced)
+
+    def _enforceable(self, tool: FunctionTool, parameters: JsonObject) -> JsonObject:
+        """Return ``parameters``, or what of them can be enforced."""
+        for form in (dict, relaxed):
+            candidate = form(parameters)
+            try:
+                self.check(msgspec.structs.replace(tool, parameters=candidate, strict=True))
+            except GrammarError:
+                continue
+            return candidate
+        return _ANY_ARGUMENTS
+
+    def _compile_all(self, grammars: Iterable[str]) -> list[llguidance.LLMatcher]:
+        return [self._compile(grammar) for grammar in grammars]
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if (compiled := self._compiled.get(grammar)) is None:
             compiled = llguidance.LLMatcher(self._tokenizer.guidance, grammar, log_level=0)
             if compiled.is_error():
                 raise GrammarError(_reason(compiled.get_error()))
-            if len(self._compiled) >= 256:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[grammar] = compiled
+            _remember(self._compiled, grammar, compiled)
         return compiled
 
-    def _grammar(self, constraint: ToolConstraint) -> str:
-        if not constraint.allows_calls:
-            return _text_without_calls()
+    def _turn_grammar(self, constraint: Constraint) -> str:
         bound = self._max_forced_string if constraint.is_forced else 0
-        return _calls(constraint, bound)
+        calls = _calls(constraint, bound, self._tokenizer.hole_id)
+        rules = [*_turn(constraint), *(calls if constraint.allows_calls else ())]
+        return "\n".join(["%llguidance {}", *rules, ""])
 
 
-def _text_without_calls() -> str:
-    return f"%llguidance {{}}\nstart: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*){BEGIN}(?s:.*)/\n"
-
-
-def _calls(constraint: ToolConstraint, max_string: int) -> str:
-    # The first call is spelled out, the others repeat.
-    least = max(constraint.min_calls - 1, 0)
-    most = "" if constraint.max_calls is None else constraint.max_calls - 1
-    more = "" if most == 0 else f" ({_literal(f'{chr(10)}{BEGIN}')} body){{{least},{most}}}"
-    forced = f"{_literal(BEGIN)} body{more}"
-    lines = ["%llguidance {}"]
-    if constraint.is_forced:
-        lines.append(f"start: {forced}")
-    else:
-        lines += [
-            f"start: TEXT | begin body{more}",
-            "TEXT: /(?s:.*)/",
-            # Lazy: the marker ends the text as soon as it is complete.
-            f"begin[lazy]: TEXT {_literal(BEGIN)}",
-        ]
-    functions = constraint.functions
-    lines.append("body: " + " | ".join(f"body_{index}" for index in range(len(functions))))
-    for index, function in enumerate(functions):
-        head = f'\n{{"name": {json.dumps(function.name)}, "arguments": '
-        schema = json.dumps(arguments_schema(function.parameters, max_string))
-        lines.append(
-            f"body_{index}: {_literal(head)} arguments_{index} {_literal('}' + chr(10) + END)}"
-        )
-        lines.append(f"arguments_{index}: %json {schema}")
-    return "\n".join(lines) + "\n"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)
+def _remember(memory: dict[str, _T], key: str, value: _T) -> None:
+    if len(memory) >= 256:
+        memory.pop(next(iter(memory)))
+    memory[key] = value
 
 
 def _reason(error: str) -> str:
     """Return what llguidance says is wrong, in one line, without where that is in our grammar."""
     said = re.split(r"\n +\d+ \| ", error)[0]
     lines = [line.strip() for line in said.splitlines() if line.strip(" ^")]
-    return re.sub(r"^at \d+\(\d+\): ", "", " ".join(lines)) or "unknown error"
+    return re.sub(r"^(at )?\d+\(\d+\): ", "", " ".join(lines)) or "unknown error"
+
+
+# --- The turn ------------------------------------------------------------------------------------
+
+_ANY = "/(?s:.*)/"
+_CALLING = f"/(?s:.*){BEGIN}(?s:.*)/"
+_THINKING = rf"/[ \t\r\n]*{THINK_BEGIN}(?s:.*)/"
+
+
+def _turn(constraint: Constraint) -> Iterator[str]:
+    """Give the rules of a turn, but for those of its ``calls``."""
+    if constraint.wants_json or (constraint.is_forced and constraint.allows_calls):
+        # Models leave an empty line after their thoughts.
+        yield from _start(constraint, without_thoughts="turn", after_thoughts='("\\n"){0,2} turn')
+        yield from _calls_or_json(constraint)
+    else:
+        yield from _start(constraint, without_thoughts="plain", after_thoughts="turn")
+        yield from _text_or_calls(constraint, "turn", _ANY)
+        if constraint.thinks:
+            yield from _text_or_calls(constraint, "plain", f"{_ANY} & ~{_THINKING}")
+
+
+def _start(constraint: Constraint, without_thoughts: str, after_thoughts: str) -> Iterator[str]:
+    if constraint.think_is_open:
+        yield f"start: thoughts {after_thoughts}"
+        yield f"thoughts[lazy]: {_ANY} {_literal(THINK_END)}"
+    elif constraint.thinks:
+        yield f"start: {without_thoughts} | thoughts {after_thoughts}"
+        yield f"thoughts[lazy]: {_THINKING} {_literal(THINK_END)}"
+    else:
+        yield "start: turn"
+
+
+def _calls_or_json(constraint: Constraint) -> Iterator[str]:
+    choices = []
+    if constraint.allows_calls:
+        choices.append(f"{_literal(BEGIN)} calls")
+    if constraint.wants_json and not constraint.is_forced:
+        choices.append(f"%json {json.dumps(message_schema(constraint.text_format))}")
+    yield f"turn: {' | '.join(choices)}"
+
+
+def _text_or_calls(constraint: Constraint, name: str, text: str) -> Iterator[str]:
+    terminal = name.upper()
+    if constraint.allows_calls:
+        yield f"{name}: {terminal} | {name}_begin calls"
+        # Lazy: the marker ends the text as soon as it is complete.
+        yield f"{name}_begin[lazy]: {terminal} {_literal(BEGIN)}"
+        yield f"{terminal}: {text}"
+    else:
+        yield f"{name}: {terminal}"
+        yield f"{terminal}: {text} & ~{_CALLING}"
+
+
+# --- Calls ---------------------------------------------------------------------------------------
+
+
+def _calls(constraint: Constraint, max_string: int, hole_id: int) -> Iterator[str]:
+    """Give the rules of one or more calls, from after the first begin marker on."""
+    # The first call is spelled out, the others repeat.
+    least = max(constraint.min_calls - 1, 0)
+    most = "" if constraint.max_calls is None else constraint.max_calls - 1
+    more = "" if most == 0 else f" ({_literal(f'{chr(10)}{BEGIN}')} call){{{least},{most}}}"
+    yield f"calls: call{more}"
+    yield "call: " + " | ".join(f"call_{index}" for index in range(len(constraint.tools)))
+    for index, tool in enumerate(constraint.tools):
+        if isinstance(tool, FunctionTool):
+            yield from _function_call(f"call_{index}", tool, max_string)
+        else:
+            yield from _custom_call(f"call_{index}", tool, max_string, hole_id)
+
+
+def _function_call(name: str, tool: FunctionTool, max_string: int) -> Iterator[str]:
+    head = call_head(tool.name).removeprefix(BEGIN)
+    schema = json.dumps(arguments_schema(tool.parameters, max_string))
+    yield f"{name}: {_literal(head)} {name}_arguments {_literal(f'}}{chr(10)}{END}')}"
+    yield f"{name}_arguments: %json {schema}"
+
+
+def _custom_call(name: str, tool: CustomTool, max_string: int, hole_id: int) -> Iterator[str]:
+    head = custom_call_head(tool.name).removeprefix(BEGIN)
+    if _has_hole(tool):
+        yield f"{name}: {_literal(head)} <[{hole_id}]> {_literal(INPUT_END)}"
+    else:
+        # The line break that ends the head may be the one before the end marker.
+        length = f"{{0,{max_string}}}" if max_string else "*"
+        yield f"{name}: {_literal(head.removesuffix(chr(10)))} {name}_input"
+        yield f"{name}_input[lazy]: /(?s:\\n.{length})?/ {_literal(INPUT_END)}"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+# --- Inputs of free-form tools -------------------------------------------------------------------
+
+# Text in which no line is, or begins with, the end marker.
+_ANY_INPUT = rf"""%llguidance {{}}
+start: INPUT
+INPUT: {_ANY} & ~(/(?s:.*\n)?/ {_literal(END)} {_ANY})
+"""
+
+# Strings, comments and regular expressions of Lark, in which "<" is a character like any other.
+_LARK_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/')
+
+
+def _has_hole(tool: CallableTool) -> TypeGuard[CustomTool]:
+    """Tell whether what the tool takes has a grammar of its own."""
+    return isinstance(tool, CustomTool) and tool.format.syntax != "text"
+
+
+def _input_grammars(custom_format: CustomFormat) -> list[str]:
+    """Return the grammars that an input has to match, all of them.
+
+    Raises:
+        GrammarError: the client's grammar asks for control tokens.
+    """
+    definition = custom_format.definition
+    if custom_format.syntax == "regex":
+        return [llguidance.LLMatcher.grammar_from_regex(definition), _ANY_INPUT]
+    if "<" in _LARK_LITERAL.sub("", definition):
+        raise GrammarError("a grammar of text cannot refer to special tokens")
+    # With a line of ours before it, it is read as Lark whatever it looks like.
+    return [f"%llguidance {{}}\n{definition}", _ANY_INPUT]

@@ -11,14 +11,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from protocol.items import FunctionCall
-from sampler.chat_template import (
-    ChatFormat,
-    ChatMLFormat,
-    ConversationError,
-    Render,
-    TemplateFormat,
-)
+from protocol.items import CallOutput, FunctionCall, Message
+from sampler.chat_template import THINK, ChatFormat, ChatMLFormat, Render, TemplateFormat
+from sampler.conversation import ConversationError
 from sampler.embedded_model import EMBEDDED_MODEL_NAME, ensure_embedded_model
 from sampler.model_runner import ModelRunner
 from sampler.tokenizer import Tokenizer
@@ -149,39 +144,51 @@ def _chat_format(hf_tokenizer: Any, tokenizer: Tokenizer, name: str) -> ChatForm
         raise ModelLoadError(f"the model {name!r} has no chat template")
 
     def render(
-        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, generate: bool
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
     ) -> str:
+        # A template tells a switch that is not set from one that is off.
+        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         return str(
             hf_tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=template,
-                add_generation_prompt=generate,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **switches,
             )
         )
 
+    thinks = THINK in template or THINK in tokenizer.added_tokens
     knows_tools = "tools" in template and BEGIN in template
-    if not knows_tools and "<|im_start|>" in tokenizer.added_tokens:
-        return ChatMLFormat(tokenizer, _default_system(render))
+    is_chatml = "<|im_start|>" in tokenizer.added_tokens and THINK not in template
+    if is_chatml and not knows_tools:
+        return ChatMLFormat(tokenizer, _default_system(render), thinks=thinks)
     if not knows_tools:
         logger.warning("%s calls tools in no way known here; they are told in the prompt", name)
-    chat_format = TemplateFormat(tokenizer, render, knows_tools=knows_tools)
-    _check_suffix(chat_format, name)
+    chat_format = TemplateFormat(tokenizer, render, knows_tools=knows_tools, thinks=thinks)
+    _check_suffixes(chat_format, name)
     return chat_format
 
 
-def _check_suffix(chat_format: ChatFormat, name: str) -> None:
+def _check_suffixes(chat_format: ChatFormat, name: str) -> None:
     """Make sure, before the first run is suspended, that one can be resumed."""
+    calls = [FunctionCall("call_1", "f", "{}")]
     try:
-        chat_format.suffix_ids([FunctionCall("call_1", "f", "{}")], ["x"])
+        chat_format.suffix_ids(calls, [CallOutput("call_1", "x")])
+        chat_format.suffix_ids([], [Message("user", "x")])
+        _ = chat_format.end_of_turn  # found out now, and kept
     except ConversationError as error:
         raise ModelLoadError(f"no run of {name!r} can be resumed: {error}") from error
 
 
 def _default_system(render: Render) -> str:
     """Return the system message that a ChatML template puts in when a conversation has none."""
-    rendered = render([{"role": "user", "content": "x"}], None, False)
+    rendered = render([{"role": "user", "content": "x"}], add_generation_prompt=False)
     header = "<|im_start|>system\n"
     if not rendered.startswith(header):
         return ""

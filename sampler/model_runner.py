@@ -59,13 +59,17 @@ class ModelRunner:
         start, stop = cache.num_tokens, cache.num_tokens + len(token_ids)
         # Most models would work the positions out of the cache. Bamba starts anew at 0.
         position_ids = torch.arange(start, stop, device=self.device)[None]  # (1, seq)
-        outputs = self._model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            cache=cache.layers,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        try:
+            outputs = self._model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                cache=cache.layers,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        except BaseException:
+            cache.is_broken = True
+            raise
         cache.num_tokens = stop
         self.counters.tokens_forwarded += len(token_ids)
         self.counters.forward_passes += 1

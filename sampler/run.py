@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from protocol.transitions import next_state
-from sampler.params import SamplingParams, ToolConstraint
+from sampler.params import Constraint, SamplingParams
 from sampler.suspension import Suspension
 
 
@@ -42,6 +42,19 @@ class RunEvent(Enum):
     TRUNCATE = "truncate"
     FAIL = "fail"
     CANCEL = "cancel"
+
+
+class StopReason(Enum):
+    """Why a segment ended."""
+
+    END_OF_TURN = "end_of_turn"
+    TOOL_CALLS = "tool_calls"
+    MAX_OUTPUT_TOKENS = "max_output_tokens"
+    CONTEXT_LENGTH = "context_length"
+    STEERED = "steered"
+    """The client has something to say: the turn ends between two items."""
+    CANCELLED = "cancelled"
+    """The client wants no more."""
 
 
 _ABORT = {RunEvent.FAIL: RunState.FAILED, RunEvent.CANCEL: RunState.CANCELLED}
@@ -135,6 +148,9 @@ class Segment:
     first_token_at: float | None = None
     ended_at: float | None = None
     output_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Those of them that were thoughts."""
+    stop_reason: StopReason | None = None
 
     @property
     def queue_seconds(self) -> float:
@@ -164,11 +180,15 @@ class Run:
 
     id: str
     params: SamplingParams
-    constraint: ToolConstraint
+    constraint: Constraint
     """What the segment being sampled may call."""
     tokens: TokenLog = field(default_factory=TokenLog)
     segments: list[Segment] = field(default_factory=list)
     suspension: Suspension | None = None
+    wanted_stop: StopReason | None = None
+    """Set to ``STEERED`` or ``CANCELLED`` to have sampling end early."""
+    num_inherited: int = 0
+    """Positions whose keys and values came from another run."""
     num_forwarded: int = 0
     """Positions that have been through the model at least once: the high-water mark."""
     tokens_reforwarded: int = 0
@@ -190,6 +210,10 @@ class Run:
             InvalidTransitionError: the run's state has no such step; nothing changes.
         """
         self._state = next_state(TRANSITIONS, self._state, event)
+
+    def sampled_in_segment(self) -> list[int]:
+        """Return the token ids sampled since the segment began."""
+        return self.tokens.since(self.segments[-1].input_tokens)
 
     def record_forward(self, start: int, stop: int) -> int:
         """Note that positions ``[start, stop)`` went through the model.

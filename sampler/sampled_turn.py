@@ -1,15 +1,37 @@
 """One assistant turn while it is being sampled: tokens in, outputs out."""
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
+from typing import assert_never
 
-from protocol.items import FunctionCall
+from protocol.items import CustomToolCall, FunctionCall
+from protocol.output_items import Logprob, TopLogprob
+from protocol.tools import split_name
 from sampler.detokenizer import Detokenizer
-from sampler.grammar import Matcher
-from sampler.outputs import ArgumentsDelta, CallDone, CallStarted, TextDelta
-from sampler.tool_calls import Arguments, CallBegan, CallEnded, Parsed, Text, ToolCallParser
+from sampler.matcher import Matcher
+from sampler.outputs import (
+    ArgumentsDelta,
+    CallDone,
+    CallStarted,
+    ReasoningDelta,
+    ReasoningDone,
+    TextDelta,
+)
+from sampler.sampling import TokenLogprobs
+from sampler.tokenizer import Tokenizer
+from sampler.tool_calls import (
+    Arguments,
+    CallBegan,
+    CallEnded,
+    Parsed,
+    Text,
+    Thought,
+    ThoughtEnded,
+    TurnParser,
+)
 
-TurnOutput = TextDelta | CallStarted | ArgumentsDelta | CallDone
+TurnOutput = ReasoningDelta | ReasoningDone | TextDelta | CallStarted | ArgumentsDelta | CallDone
 
 
 def new_call_id() -> str:
@@ -21,56 +43,132 @@ class SampledTurn:
     """What has been sampled since the turn began, as the client sees it."""
 
     def __init__(
-        self, detokenizer: Detokenizer, matcher: Matcher | None, *, may_call: bool
+        self,
+        detokenizer: Detokenizer,
+        matcher: Matcher | None,
+        *,
+        may_call: bool,
+        thinks: bool = False,
+        think_is_open: bool = False,
     ) -> None:
         """Begin a turn.
 
         Args:
             detokenizer: a fresh one.
             matcher: the constraint on the turn's tokens, if there is one.
-            may_call: whether the turn may make tool calls; if not, all of it is text.
+            may_call: whether the turn may make tool calls; if not, their markers are text.
+            thinks: whether it may begin with thoughts; if not, their markers are text.
+            think_is_open: whether it begins inside thoughts.
         """
         self.matcher = matcher
-        self.calls: list[FunctionCall] = []
+        self.calls: list[FunctionCall | CustomToolCall] = []
         """The complete calls, in the order sampled."""
+        self.num_reasoning_tokens = 0
+        """How many of the tokens were thoughts, their markers included."""
         self._detokenizer = detokenizer
-        self._parser = ToolCallParser() if may_call else None
-        self._call_id = ""
-        self._name = ""
-        self._arguments: list[str] = []
+        self._parser = TurnParser(may_call=may_call, thinks=thinks, think_is_open=think_is_open)
+        self._num_tokens = 0
+        self._logprobs = _PendingLogprobs(detokenizer.tokenizer)
+        self._call: _Call | None = None
 
     @property
     def is_in_call(self) -> bool:
         """True from a call's begin marker to its end marker."""
-        return self._parser is not None and self._parser.is_in_call
+        return self._parser.is_in_call
 
-    def feed(self, token_id: int) -> Iterator[TurnOutput]:
-        """Take the next sampled token and give what it decides."""
+    def feed(self, token_id: int, logprobs: TokenLogprobs | None = None) -> list[TurnOutput]:
+        """Take the next sampled token and return what it decides."""
         text = self._detokenizer.feed(token_id)
-        if not text:
-            return iter(())
-        parsed = self._parser.feed(text) if self._parser else [Text(text)]
+        self._logprobs.add(logprobs, len(text), is_in_character=self._detokenizer.is_in_character)
+        self._num_tokens += 1
+        was_in_thought = self._parser.is_in_thought
+        parsed = self._parser.feed(text)
+        if was_in_thought or self._parser.is_in_thought:
+            self.num_reasoning_tokens = self._num_tokens  # thoughts come before all else
         return self._outputs(parsed)
 
-    def flush(self) -> Iterator[TurnOutput]:
-        """Give what was held back; the turn is over."""
+    def flush(self) -> list[TurnOutput]:
+        """Return what was held back; the turn is over."""
         tail = self._detokenizer.flush()
-        if not self._parser:
-            return self._outputs([Text(tail)] if tail else [])
         return self._outputs([*self._parser.feed(tail), *self._parser.flush()])
 
-    def _outputs(self, parsed: Iterable[Parsed]) -> Iterator[TurnOutput]:
-        for part in parsed:
-            match part:
-                case Text(text):
-                    yield TextDelta(text)
-                case CallBegan(name):
-                    self._call_id, self._name, self._arguments = new_call_id(), name, []
-                    yield CallStarted(self._call_id, name)
-                case Arguments(text):
-                    self._arguments.append(text)
-                    yield ArgumentsDelta(text)
-                case CallEnded():
-                    call = FunctionCall(self._call_id, self._name, "".join(self._arguments))
-                    self.calls.append(call)
-                    yield CallDone(call)
+    def _outputs(self, parsed: Iterable[Parsed]) -> list[TurnOutput]:
+        return [self._output(part) for part in parsed]
+
+    def _output(self, part: Parsed) -> TurnOutput:
+        match part:
+            case Thought(text):
+                return ReasoningDelta(text)
+            case ThoughtEnded():
+                return ReasoningDone()
+            case Text(text, start):
+                return TextDelta(text, self._logprobs.take(start, start + len(text)))
+            case CallBegan(name, is_custom):
+                self._call = _Call(new_call_id(), name, is_custom=is_custom)
+                return CallStarted(self._call.call_id, name, is_custom)
+            case Arguments(text):
+                assert self._call, "arguments belong to a call"
+                self._call.pieces.append(text)
+                return ArgumentsDelta(text)
+            case CallEnded():
+                assert self._call, "only a call that began can end"
+                call = self._call.done()
+                self.calls.append(call)
+                return CallDone(call)
+            case _:
+                assert_never(part)
+
+
+class _Call:
+    """The call that is being sampled."""
+
+    def __init__(self, call_id: str, name: str, *, is_custom: bool) -> None:
+        self.call_id = call_id
+        self.pieces: list[str] = []
+        self._name = name
+        self._is_custom = is_custom
+
+    def done(self) -> FunctionCall | CustomToolCall:
+        namespace, name = split_name(self._name)
+        kind = CustomToolCall if self._is_custom else FunctionCall
+        return kind(self.call_id, name, "".join(self.pieces), namespace)
+
+
+class _PendingLogprobs:
+    """Logprobs of tokens whose text has not been given out yet, by where in the text they end.
+
+    A token that completes no character ends where the character will.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._num_characters = 0
+        self._pending: deque[tuple[int, TokenLogprobs]] = deque()
+
+    def add(
+        self, logprobs: TokenLogprobs | None, num_characters: int, *, is_in_character: bool
+    ) -> None:
+        """Note a token that completes ``num_characters``, and may begin another one."""
+        self._num_characters += num_characters
+        if logprobs and self._tokenizer.token_bytes(logprobs.token_id):
+            self._pending.append((self._num_characters + is_in_character, logprobs))
+
+    def take(self, start: int, stop: int) -> tuple[Logprob, ...]:
+        """Return those of the tokens that end in the text from ``start`` to ``stop``, and forget
+        the tokens before it, of which nothing is text."""
+        taken = []
+        while self._pending and self._pending[0][0] <= stop:
+            end, logprobs = self._pending.popleft()
+            if end > start:
+                taken.append(self._spelled(logprobs))
+        return tuple(taken)
+
+    def _spelled(self, logprobs: TokenLogprobs) -> Logprob:
+        top = tuple(
+            TopLogprob(*self._spelling(token_id, value)) for token_id, value in logprobs.top
+        )
+        return Logprob(*self._spelling(logprobs.token_id, logprobs.logprob), top_logprobs=top)
+
+    def _spelling(self, token_id: int, logprob: float) -> tuple[str, float, tuple[int, ...]]:
+        text = self._tokenizer.token_text(token_id)
+        return text, logprob, tuple(self._tokenizer.token_bytes(token_id))

@@ -1,11 +1,15 @@
 """Logits to a token.
 
-The token at a position is a function of the run's seed, the position and the logits, and of nothing
-else: no generator state is carried along, so neither a suspension nor a neighbour in the batch can
-shift a run's randomness. Sampling is by the Gumbel-max trick (Gumbel 1954): add independent Gumbel
-noise to the log-probabilities and take the largest. The noise comes from a counter-based generator,
-Philox (Salmon et al., SC 2011), keyed by seed and position.
+The token at a position is a function of the run's seed, the position, the logits and, where there
+are penalties, of what the segment has sampled so far; of nothing else. No generator state is
+carried along, so neither a suspension nor a neighbour in the batch can shift a run's randomness.
+Sampling is by the Gumbel-max trick (Gumbel 1954): add independent Gumbel noise to the
+log-probabilities and take the largest. The noise comes from a counter-based generator, Philox
+(Salmon et al., SC 2011), keyed by seed and position.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,22 +19,74 @@ from sampler.params import SamplingParams
 
 # Logits divided by a temperature under this one may overflow, and then even a mask means nothing.
 _GREEDY_BELOW = 1e-5
+# What the OpenAI reference has in the place of anything less, and JSON in that of minus infinity.
+_LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the model held a token to be, and which ones it held to be likeliest there.
+
+    The probabilities are the model's own, before anything that steers sampling: mask, penalties,
+    temperature and top-p. So a token that a grammar forced may well be an unlikely one.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """Ids and their log-probabilities, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The token at a position."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Set if the params ask for them."""
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, position: int, mask: np.ndarray | None = None
-) -> int:
-    """Return the id of the token at ``position``.
+    logits: Tensor,
+    params: SamplingParams,
+    position: int,
+    mask: np.ndarray | None = None,
+    counts: Mapping[int, int] | None = None,
+) -> Sampled:
+    """Return the token at ``position``.
 
     Args:
         logits: ``(vocab,)`` float32.
-        params: temperature, top-p and seed.
+        params: how to sample.
         position: index in the token log of the token to be.
         mask: ``(vocab,)`` bool; False forbids a token. None allows all.
+        counts: how many times the segment has sampled which token, for the penalties.
     """
+    token_id = _draw(_steered(logits, params, mask, counts), params, position)
+    if params.top_logprobs is None:
+        return Sampled(token_id)
+    return Sampled(token_id, _logprobs(logits, token_id, params.top_logprobs))
+
+
+def _steered(
+    logits: Tensor,
+    params: SamplingParams,
+    mask: np.ndarray | None,
+    counts: Mapping[int, int] | None,
+) -> Tensor:
+    """Return the logits with penalties taken off, and at minus infinity where ``mask`` forbids."""
+    if counts and params.has_penalties:
+        ids = torch.tensor(list(counts), device=logits.device)  # (seen,)
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        penalties = params.frequency_penalty * times + params.presence_penalty  # (seen,)
+        logits = logits.index_add(0, ids, penalties, alpha=-1)
     if mask is not None:
         allowed = torch.from_numpy(mask).to(logits.device)
         logits = logits.masked_fill(~allowed, -torch.inf)
+    return logits
+
+
+def _draw(logits: Tensor, params: SamplingParams, position: int) -> int:
     if params.temperature < _GREEDY_BELOW:
         return int(torch.argmax(logits))
     scores = torch.log_softmax(logits / params.temperature, dim=-1)
@@ -38,6 +94,17 @@ def sample(
         scores = _keep_nucleus(scores, params.top_p)
     noise = gumbel_noise(params.seed, position, logits.shape[-1])
     return int(torch.argmax(scores + torch.from_numpy(noise).to(logits.device)))
+
+
+def _logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top = torch.topk(logprobs, min(num_top, len(logprobs)))
+    values = top.values.clamp(min=_LEAST_LOGPROB).tolist()
+    return TokenLogprobs(
+        token_id,
+        max(float(logprobs[token_id]), _LEAST_LOGPROB),
+        tuple(zip(top.indices.tolist(), values, strict=True)),
+    )
 
 
 def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:

@@ -7,14 +7,14 @@ the run resumes from the one that awaits nothing any more.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from protocol.items import FunctionCall, Message
+from protocol.items import CallOutput, CustomToolCall, FunctionCall, Message
 
 
 @dataclass(frozen=True)
 class Suspension:
     """Sampled calls that wait for their outputs."""
 
-    calls: tuple[FunctionCall, ...]
+    calls: tuple[FunctionCall | CustomToolCall, ...]
     """In the order in which they were sampled."""
     num_tokens: int
     """Length of the token log; the cache holds one less."""
@@ -39,7 +39,9 @@ class Suspension:
             messages=(*self.messages, *messages),
         )
 
-    def outputs_in_call_order(self) -> list[str]:
-        """Return the outputs as they enter the context: in call order, however they came."""
+    def items(self) -> list[CallOutput | Message]:
+        """Return what enters the context: the outputs in call order, however they came, and then
+        the messages."""
         assert not self.awaited, "some calls have no output yet"
-        return [self.outputs[call.call_id] for call in self.calls]
+        outputs = [CallOutput(call.call_id, self.outputs[call.call_id]) for call in self.calls]
+        return [*outputs, *self.messages]

@@ -45,19 +45,30 @@ class Tokenizer:
             for token in description["added_tokens"]
             if token["content"].strip()
         }
-        special_ids = {token["id"] for token in description["added_tokens"] if token["special"]}
+        self._control_names: dict[int, str] = {
+            token["id"]: token["content"]
+            for token in description["added_tokens"]
+            if token["special"]
+        }
+        special_ids = set(self._control_names)
         # Logits that only pad the vocabulary belong to no token.
         padding_ids = set(range(self.vocab_size)).difference(fast.get_vocab().values())
         self._silent_ids = self.stop_ids | special_ids | padding_ids
         self._text = FastTokenizer.from_str(json.dumps(_without_added_tokens(description)))
         known = llguidance.LLTokenizer(json.dumps(description), n_vocab=self.vocab_size)
         self._bytes = [known.decode_bytes([token_id]) for token_id in range(self.vocab_size)]
+        self.hole_id = self.vocab_size
+        """A token of llguidance's alone, which a grammar may have in the place of something that
+        another grammar describes. The model cannot sample it."""
         vocabulary = _GuidanceVocabulary(
-            self._bytes, sorted(special_ids | padding_ids), min(self.stop_ids), self._encode
+            [*self._bytes, b"<|hole|>"],
+            sorted(special_ids | padding_ids | {self.hole_id}),
+            min(self.stop_ids),
+            self._encode,
         )
         self.guidance = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary),
-            n_vocab=self.vocab_size,
+            n_vocab=self.vocab_size + 1,
             eos_token=sorted(self.stop_ids),
         )
         """The same vocabulary as llguidance sees it."""
@@ -85,6 +96,15 @@ class Tokenizer:
         if token_id in self._silent_ids:
             return b""
         return self._bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """Return the characters of ``token_id``, for a person to read; control tokens have names.
+
+        A token that is a part of a character reads U+FFFD.
+        """
+        if name := self._control_names.get(token_id):
+            return name
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ whole when the caller moves on; work that has not begun is dropped.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -23,9 +24,11 @@ class WorkerThread:
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what ``function`` returns, or raise what it raises.
 
+        Once it has returned, nothing here holds on to what the function was given.
+
         On cancellation: if the function has begun, it is waited for, and its result is lost.
         """
-        work = self._executor.submit(function, *args, **kwargs)
+        work = self._executor.submit(_call, [partial(function, *args, **kwargs)])
         result = asyncio.wrap_future(work)
         try:
             return await asyncio.shield(result)
@@ -33,10 +36,18 @@ class WorkerThread:
             if not work.cancel():
                 await _wait_through_cancellation(result)
             raise
+        finally:
+            del work, result  # they hold the error, whose traceback holds this frame
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has, and end the thread."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _call(work: list[partial[T]]) -> T:
+    """Take the only function out of ``work`` and call it: the executor holds the list for longer
+    than the caller waits."""
+    return work.pop()()
 
 
 async def _wait_through_cancellation(result: "asyncio.Future[T]") -> None:

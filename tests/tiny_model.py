@@ -4,8 +4,7 @@ The forward pass, the cache and the tokenizer are real. Where a script is given,
 next scripted token are raised above all others, so that the model says what the test wants.
 """
 
-from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Sequence
 
 import torch
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -43,30 +42,75 @@ def byte_tokenizer() -> FastTokenizer:
     return fast
 
 
+def word_tokenizer(words: Iterable[str]) -> FastTokenizer:
+    """Return the byte tokenizer with merges that make each of ``words`` one token.
+
+    The merges are needed: where a grammar leaves no choice, llguidance admits only the token that
+    the tokenizer itself would use.
+    """
+    fast = byte_tokenizer()
+    vocab = fast.get_vocab()
+    merges: list[tuple[str, str]] = []
+    for word in words:
+        head, *letters = list(_in_byte_alphabet(word))
+        for letter in letters:
+            if head + letter not in vocab:
+                merges.append((head, letter))
+                vocab[head + letter] = len(vocab)
+            head += letter
+    fast.model = BPE(vocab=vocab, merges=merges)
+    return fast
+
+
+def _in_byte_alphabet(text: str) -> str:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in byte_level.pre_tokenize_str(text))
+
+
 class ScriptedRunner(ModelRunner):
     """A runner that says the turns of a script, each ended by ``<|im_end|>``.
 
-    Every run goes through the script from its beginning. A turn begins with the forward pass that
-    follows the end of the turn before, so prompts and suffixes must fit one prefill chunk.
+    Like a model it knows nothing but what it has read: the script's first turn is its answer where
+    the context holds no assistant's turn yet, the second where it holds one, and so on. So it goes
+    on in the same way in a run that was suspended and in one that starts from a history.
     """
 
-    def __init__(self, model: LlamaForCausalLM, script: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, script: Sequence[Sequence[int]], header: Sequence[int]
+    ) -> None:
+        """Say ``script``.
+
+        Args:
+            model: gives the shapes, and what is said beyond the script.
+            script: the token ids of each turn.
+            header: what an assistant's turn begins with.
+        """
         super().__init__(model)
         self._script = [[*turn, IM_END] for turn in script]
-        self._said: WeakKeyDictionary[KVCache, list[int]] = WeakKeyDictionary()
+        self._header = list(header)
         self.inputs: list[list[int]] = []
         """The token ids of every forward pass, in order."""
+        self.context: tuple[int, ...] = ()
+        """What the latest forward pass knew: all token ids of its run so far."""
 
     def extend(self, token_ids: Sequence[int], cache: KVCache) -> Tensor:
         self.inputs.append(list(token_ids))
+        # An attribute of the cache, so that a fork has it too; a tuple, so that it is its own.
+        read = (*getattr(cache, "read", ())[: cache.num_tokens], *token_ids)
+        cache.read = read  # type: ignore[attr-defined]
+        self.context = read
         logits = super().extend(token_ids, cache).clone()
-        turns = [token for turn in self._script for token in turn]
-        said = self._said.setdefault(cache, [])
-        if len(said) < len(turns):
-            token = turns[len(said)]
-            said.append(token)
-            logits[token] = 1e4
+        if (token_id := self._next(list(read))) is not None:
+            logits[token_id] = 1e4
         return logits
+
+    def _next(self, read: list[int]) -> int | None:
+        length = len(self._header)
+        starts = [i + length for i in range(len(read)) if read[i : i + length] == self._header]
+        if not 0 < len(starts) <= len(self._script):
+            return None
+        turn, said = self._script[len(starts) - 1], read[starts[-1] :]
+        return turn[len(said)] if len(said) < len(turn) else None
 
 
 def tiny_model(
@@ -97,7 +141,8 @@ def tiny_model(
         runner = ModelRunner(model)
     else:
         turns = [tokenizer.encode_text(t) if isinstance(t, str) else list(t) for t in script]
-        runner = ScriptedRunner(model, turns)
+        header = [IM_START, *tokenizer.encode_text("assistant\n")]
+        runner = ScriptedRunner(model, turns, header)
     tokenizer.counters = runner.counters
     return LoadedModel("tiny", runner, tokenizer, ChatMLFormat(tokenizer))
 

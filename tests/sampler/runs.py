@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -18,8 +19,8 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from protocol.items import Message
-from protocol.tools import FunctionTool
+from protocol.items import FunctionCall, Message
+from protocol.tools import CallableTool
 from sampler.chat_template import ChatMLFormat
 from sampler.conversation import Conversation
 from sampler.engine import Engine, Resumption, ToolCaller
@@ -27,8 +28,11 @@ from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import ModelRunner
 from sampler.outputs import ArgumentsDelta, CallDone, Output, SegmentEnded, TextDelta
-from sampler.params import SamplingParams, ToolConstraint
+from sampler.params import Constraint, SamplingParams
+from sampler.prompt import Prompt
+from sampler.recorded_turn import Call, RecordedTurn
 from sampler.run import Run
+from sampler.snapshot import Snapshot
 from sampler.suspension import Suspension
 from sampler.tokenizer import Tokenizer
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, call_text
@@ -83,15 +87,18 @@ class SteeredRunner(ModelRunner):
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__(model)
-        self.passes: list[tuple[KVCache, list[int]]] = []
-        """The cache and the token ids of every forward pass, in order."""
+        self.layers = model.model.layers
+        self.passes: list[tuple[int, list[int]]] = []
+        """The number of the cache, and the token ids, of every forward pass, in order."""
         self.turns: list[list[int]] = []
         """What every run says, turn by turn; each turn ends in ``<|im_end|>`` of itself."""
         self.steering: Steering = lambda position: ()
         """What is said where there are no ``turns``."""
         self.before_pass: Callable[[KVCache, Sequence[int]], object] = lambda *_: None
         """Called on the model thread before each pass; may block or raise."""
-        self._said: dict[KVCache, int] = {}
+        self._num_caches = 0
+        self._numbers: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
+        self._said: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
 
     @property
     def inputs(self) -> list[list[int]]:
@@ -100,7 +107,7 @@ class SteeredRunner(ModelRunner):
 
     def extend(self, token_ids: Sequence[int], cache: KVCache) -> Tensor:
         self.before_pass(cache, token_ids)
-        self.passes.append((cache, list(token_ids)))
+        self.passes.append((self._number(cache), list(token_ids)))
         logits = super().extend(token_ids, cache)
         choice = self._next_of_turn(cache) if self.turns else self.steering(cache.num_tokens)
         if not choice:
@@ -108,6 +115,10 @@ class SteeredRunner(ModelRunner):
         steered = torch.full_like(logits, -1e9)
         steered[list(choice)] = logits[list(choice)]
         return steered
+
+    def _number(self, cache: KVCache) -> int:
+        self._num_caches += cache not in self._numbers
+        return self._numbers.setdefault(cache, self._num_caches)
 
     def _next_of_turn(self, cache: KVCache) -> Sequence[int]:
         said = [token_id for turn in self.turns for token_id in [*turn, IM_END]]
@@ -159,23 +170,8 @@ def steered_engine(
     model = steered_model(max_context)
     runner_of(model).turns = [_token_ids(model.tokenizer, turn) for turn in turns]
     engine = Engine(model, prefill_chunk=prefill_chunk or max_context)
-    with closing(engine), one_torch_thread():
+    with closing(engine):
         yield engine
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Keep torch from splitting steps that take a millisecond.
-
-    Beside other busy processes its threads wait for each other, up to ten times as long as the work
-    takes.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _token_ids(tokenizer: Tokenizer, parts: Sequence[int | str]) -> list[int]:
@@ -198,19 +194,19 @@ async def open_run(
     engine: Engine,
     text: str = "Hello",
     *,
-    functions: Sequence[FunctionTool] = (WEATHER,),
+    tools: Sequence[CallableTool] = (WEATHER,),
     params: SamplingParams | None = None,
-    tools: ToolConstraint | None = None,
+    constraint: Constraint | None = None,
+    snapshots: Sequence[Snapshot] = (),
 ) -> Run:
     """Return a queued run on a prompt of one message; greedy and ``auto`` unless told otherwise."""
-    prompt = await engine.encode_prompt(
-        Conversation([Message("user", text)], functions=tuple(functions))
-    )
+    prompt = await engine.encode(Conversation([Message("user", text)], tools=tools))
     return engine.open_run(
         f"run {text[:10]}",
-        prompt,
+        prompt.token_ids,
         params or SamplingParams(temperature=0),
-        tools or ToolConstraint(tuple(functions)),
+        constraint or Constraint(tuple(tools)),
+        snapshots,
     )
 
 
@@ -250,11 +246,14 @@ class Client:
 
 
 async def resume_with(
-    engine: Engine, run: Run, answered: Suspension, tools: ToolConstraint | None = None
+    engine: Engine, run: Run, answered: Suspension, constraint: Constraint | None = None
 ) -> Resumption:
     """Return what makes ``run`` go on with the outputs that ``answered`` holds."""
-    suffix = await engine.encode_suffix(run, answered)
-    return Resumption(suffix, time.monotonic(), tools or run.constraint)
+    turn = RecordedTurn(answered.calls, tuple(run.sampled_in_segment()))
+    known = Prompt(Conversation([turn]), run.tokens.ids)
+    prompt = await engine.encode(Conversation([turn, *answered.items()]), known)
+    suffix_ids = prompt.token_ids[len(run.tokens) :]
+    return Resumption(suffix_ids, time.monotonic(), constraint or run.constraint)
 
 
 async def until_suspended(outputs: AsyncGenerator[Output, None]) -> Suspension:
@@ -275,8 +274,26 @@ def arguments_of(outputs: Sequence[Output]) -> str:
     return "".join(output.text for output in outputs if isinstance(output, ArgumentsDelta))
 
 
+def flat(inputs: Sequence[Sequence[int]]) -> list[int]:
+    """Return the token ids of several passes in a row."""
+    return [token_id for token_ids in inputs for token_id in token_ids]
+
+
+def steer(engine: Engine, start: int, choices: Sequence[Sequence[int]]) -> None:
+    """Have what is sampled from position ``start`` on chosen from ``choices``, one by one."""
+    runner_of(engine.model).steering = lambda position: (
+        choices[position - start] if 0 <= position - start < len(choices) else ()
+    )
+
+
+def arguments_in(call: Call) -> str:
+    """Return the arguments of a function call."""
+    assert isinstance(call, FunctionCall)
+    return call.arguments
+
+
 def names_called(outputs: Sequence[Output]) -> list[str]:
-    """Return the names of the functions called, in order."""
+    """Return the names of the tools called, in order."""
     return [output.call.name for output in outputs if isinstance(output, CallDone)]
 
 

@@ -87,6 +87,17 @@ def test_an_incomplete_tail_is_held_until_the_end() -> None:
     assert outputs(BYTE_LEVEL, ids_of(b"a\xf0\x9f\x8e")) == ["a", "", "", "", "�"]
 
 
+def test_a_detokenizer_knows_whether_it_is_inside_a_character() -> None:
+    detokenizer = Detokenizer(BYTE_LEVEL)
+
+    known = []
+    for token_id in [*ids_of("aé".encode()), IM_END, *ids_of(b"\xe2\x82a")]:
+        detokenizer.feed(token_id)
+        known.append(detokenizer.is_in_character)
+
+    assert known == [False, True, False, False, True, True, False]
+
+
 def test_nothing_is_held_after_a_whole_character() -> None:
     assert outputs(BYTE_LEVEL, ids_of("aé".encode()))[-1] == ""
     assert Detokenizer(BYTE_LEVEL).flush() == ""

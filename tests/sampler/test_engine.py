@@ -9,15 +9,18 @@ import itertools
 import json
 from collections.abc import Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import NoReturn
+from weakref import WeakSet
 
 import jsonschema
 import pytest
 
-from protocol.items import Message
-from protocol.tools import FunctionTool
+from protocol.client_events import TextFormat, TextFormatKind
+from protocol.items import CustomToolCall, Message, ReasoningItem
+from protocol.tools import CustomTool, FunctionTool
 from sampler.conversation import Conversation
-from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption
+from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption, ToolCaller
 from sampler.grammar import GrammarCompiler, GrammarError
 from sampler.kv_cache import KVCache
 from sampler.outputs import (
@@ -25,14 +28,18 @@ from sampler.outputs import (
     CallDone,
     CallStarted,
     Output,
+    ReasoningDelta,
+    ReasoningDone,
     SegmentEnded,
     SegmentStarted,
-    StopReason,
     TextDelta,
 )
-from sampler.params import SamplingParams, ToolConstraint
-from sampler.run import Origin, Run, RunState
+from sampler.params import Constraint, SamplingParams
+from sampler.prompt import Prompt
+from sampler.recorded_turn import RecordedTurn
+from sampler.run import Origin, Run, RunState, StopReason
 from sampler.sampling import sample as sample_token
+from sampler.snapshot import Snapshot
 from sampler.suspension import Suspension
 from sampler.tokenizer import Tokenizer
 from sampler.tool_calls import BEGIN
@@ -44,15 +51,17 @@ from tests.sampler.runs import (
     OSLO_CALL,
     Client,
     Gate,
+    arguments_in,
     arguments_of,
     ending,
+    flat,
     let_the_loop_turn,
     names_called,
-    one_torch_thread,
     open_run,
     resume_with,
     runner_of,
     sample,
+    steer,
     steered_engine,
     steered_model,
     text_of,
@@ -61,19 +70,8 @@ from tests.sampler.runs import (
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, call_text, tiny_engine
 
 
-def flat(inputs: Sequence[Sequence[int]]) -> list[int]:
-    return [token_id for token_ids in inputs for token_id in token_ids]
-
-
 def bytes_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
     return b"".join(map(tokenizer.token_bytes, token_ids))
-
-
-def steer(engine: Engine, start: int, choices: Sequence[Sequence[int]]) -> None:
-    """Have what is sampled from position ``start`` on chosen from ``choices``, one by one."""
-    runner_of(engine.model).steering = lambda position: (
-        choices[position - start] if 0 <= position - start < len(choices) else ()
-    )
 
 
 def assert_nothing_is_held(engine: Engine) -> None:
@@ -261,7 +259,7 @@ async def test_pieces_of_arguments_join_to_the_arguments_of_the_call() -> None:
         (done,) = [output for output in outputs if isinstance(output, CallDone)]
         (started,) = [output for output in outputs if isinstance(output, CallStarted)]
         assert (started.call_id, started.name) == (done.call.call_id, "get_weather")
-        assert arguments_of(outputs) == done.call.arguments == arguments
+        assert arguments_of(outputs) == arguments_in(done.call) == arguments
         assert text_of(outputs) == ""
 
 
@@ -276,15 +274,18 @@ async def test_calls_of_a_run_have_ids_of_their_own() -> None:
         assert len(set(ids)) == 3
 
 
-async def test_the_caller_of_tools_is_asked_before_the_suspension_is_told() -> None:
-    """An output that comes as soon as the client knows of the call must find someone waiting."""
+async def test_the_caller_of_tools_is_asked_once_the_suspension_was_told() -> None:
+    """What is told of a segment must be out before the next one can begin."""
     with steered_engine([CALL_OSLO], ["Sunny."]) as engine:
         run = await open_run(engine)
         client = Client(engine, run)
         async with aclosing(engine.sample(run, client)) as outputs:
             suspension = await until_suspended(outputs)
+            asked_before = list(client.suspensions)
+            await anext(outputs)
 
-            assert client.suspensions == [suspension]
+        assert asked_before == []
+        assert client.suspensions == [suspension]
 
 
 async def test_segments_count_what_was_cached_and_sampled_and_their_times_are_in_order() -> None:
@@ -320,8 +321,8 @@ async def test_seconds_in_suspension_are_those_until_the_append_arrived() -> Non
 
         async def answer(suspension: Suspension) -> Resumption:
             answered = suspension.answer(dict.fromkeys(suspension.awaited, "sunny"))
-            suffix = await engine.encode_suffix(run, answered)
-            return Resumption(suffix, suspension.since + 60, run.constraint)
+            resumption = await resume_with(engine, run, answered)
+            return replace(resumption, requested_at=suspension.since + 60)
 
         await sample(engine, run, answer)
 
@@ -370,7 +371,7 @@ async def test_a_second_call_may_come_right_after_the_first() -> None:
 
         outputs = await sample(engine, run, client)
 
-        asked = [call.arguments for s in client.suspensions for call in s.calls]
+        asked = [arguments_in(call) for s in client.suspensions for call in s.calls]
         assert asked == ['{"city": "Oslo"}', '{"city": "Rome"}']
         assert text_of(outputs) == "Sunny."
         assert flat(runner_of(engine.model).inputs) == list(run.tokens.ids[:-1])
@@ -396,7 +397,7 @@ async def test_a_character_of_four_tokens_right_before_a_call_is_whole(call: int
 async def test_text_that_is_cut_anywhere_is_the_decoding_of_what_was_sampled(limit: int) -> None:
     with steered_engine(["a🙂b🙂"]) as engine:
         params = SamplingParams(temperature=0, max_output_tokens=limit)
-        run = await open_run(engine, functions=(), params=params)
+        run = await open_run(engine, tools=(), params=params)
 
         outputs = await sample(engine, run)
 
@@ -513,7 +514,7 @@ async def test_a_call_that_the_budget_cuts_short_ends_the_run_without_a_suspensi
 async def test_a_prompt_as_long_as_the_context_is_refused() -> None:
     with steered_engine(max_context=64) as engine:
         with pytest.raises(ContextLengthExceededError, match=r"64 tokens .* context of 64"):
-            engine.open_run("run", [5] * 64, SamplingParams(), ToolConstraint())
+            engine.open_run("run", [5] * 64, SamplingParams(), Constraint())
 
         assert_nothing_is_held(engine)
 
@@ -522,7 +523,7 @@ async def test_a_prompt_as_long_as_the_context_is_refused() -> None:
 async def test_sampling_stops_where_the_context_is_full(prompt_length: int) -> None:
     with steered_engine(["x" * 100], max_context=64) as engine:
         params = SamplingParams(temperature=0)
-        run = engine.open_run("run", [5] * prompt_length, params, ToolConstraint())
+        run = engine.open_run("run", [5] * prompt_length, params, Constraint())
 
         outputs = await sample(engine, run)
 
@@ -543,7 +544,7 @@ async def test_a_suffix_that_does_not_fit_is_refused_and_the_run_stays_suspended
             (call_id,) = suspension.awaited
 
             with pytest.raises(ContextLengthExceededError):
-                await engine.encode_suffix(run, suspension.answer({call_id: "x" * 400}))
+                await resume_with(engine, run, suspension.answer({call_id: "x" * 400}))
 
             state = run.state
             assert state is RunState.SUSPENDED
@@ -641,7 +642,7 @@ async def test_cancelling_a_run_waits_for_the_step_in_flight_and_takes_no_other(
             gate.pass_through() if len(runner.passes) == at_pass else None
         )
         steer(engine, 41, [[10]] * 20)
-        run = engine.open_run("run", [5] * 41, SamplingParams(), ToolConstraint())
+        run = engine.open_run("run", [5] * 41, SamplingParams(), Constraint())
 
         task = asyncio.ensure_future(sample(engine, run))
         await gate.wait_until_begun()
@@ -663,9 +664,9 @@ async def test_a_cancelled_run_leaves_the_engine_to_others() -> None:
     with steered_engine(prefill_chunk=8) as engine:
         gate, runner = Gate(), runner_of(engine.model)
         runner.before_pass = lambda *_: gate.pass_through()
-        cancelled = engine.open_run("one", [5] * 41, SamplingParams(), ToolConstraint())
+        cancelled = engine.open_run("one", [5] * 41, SamplingParams(), Constraint())
         params = SamplingParams(max_output_tokens=3)
-        other = engine.open_run("two", [5] * 41, params, ToolConstraint())
+        other = engine.open_run("two", [5] * 41, params, Constraint())
 
         task = asyncio.ensure_future(sample(engine, cancelled))
         await gate.wait_until_begun()
@@ -679,6 +680,397 @@ async def test_a_cancelled_run_leaves_the_engine_to_others() -> None:
         assert_nothing_is_held(engine)
 
 
+# --- Ending early --------------------------------------------------------------------------------
+
+
+async def sample_stopping(
+    engine: Engine,
+    run: Run,
+    stop: StopReason,
+    at: type[Output],
+    call_tools: ToolCaller | None = None,
+) -> tuple[list[Output], Snapshot]:
+    """Return all outputs of ``run`` and what it leaves, if it is told to ``stop`` at an output."""
+    outputs: list[Output] = []
+    snapshots: list[Snapshot] = []
+    async with aclosing(engine.sample(run, call_tools)) as sampled:
+        async for output in sampled:
+            outputs.append(output)
+            if isinstance(output, at):
+                run.wanted_stop = stop
+            if isinstance(output, SegmentEnded):
+                snapshots.append(engine.snapshot(run))
+    return outputs, snapshots[-1]
+
+
+async def assert_can_be_gone_on_from(
+    engine: Engine, snapshot: Snapshot, turn: RecordedTurn
+) -> None:
+    """Assert that what was cut short is read once, when the conversation goes on."""
+    prompt_ids = snapshot.token_ids[: len(snapshot.token_ids) - len(turn.token_ids) + 1]
+    known = Prompt(Conversation([]), prompt_ids).after(turn)
+    conversation = Conversation([turn, Message("user", "Go on.")])
+    prompt = await engine.encode(conversation, known)
+    params = SamplingParams(temperature=0, max_output_tokens=1)
+    run = engine.open_run("next", prompt.token_ids, params, Constraint(), [snapshot])
+    await sample(engine, run)
+    assert run.num_inherited == len(snapshot.token_ids) - 1
+    assert runner_of(engine.model).inputs[-1][:2] == [snapshot.token_ids[-1], IM_END]
+
+
+async def test_a_cancelled_run_ends_after_the_token_in_flight() -> None:
+    with steered_engine(["Sunny and warm"]) as engine:
+        run = await open_run(engine)
+        gate, runner = Gate(), runner_of(engine.model)
+        runner.before_pass = lambda *_: gate.pass_through() if len(runner.passes) == 3 else None
+        sampling = asyncio.ensure_future(sample(engine, run))
+        await gate.wait_until_begun()
+        run.wanted_stop = StopReason.CANCELLED
+        gate.open()
+
+        outputs = await sampling
+
+        assert text_of(outputs) == "Sunn"
+        assert ending(outputs).reason is StopReason.CANCELLED
+        assert ending(outputs).suspension is None
+        assert run.state is RunState.CANCELLED
+        assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("turn", ["Sunny and warm", OSLO_CALL], ids=["text", "a call"])
+async def test_a_cancelled_run_leaves_what_can_be_gone_on_from(turn: str) -> None:
+    with steered_engine([turn]) as engine:
+        at = CallStarted if turn == OSLO_CALL else TextDelta
+        run = await open_run(engine)
+
+        outputs, snapshot = await sample_stopping(engine, run, StopReason.CANCELLED, at)
+
+        token_ids = ending(outputs).token_ids
+        assert token_ids == (*snapshot.token_ids[-run.segments[0].output_tokens :], IM_END)
+        assert names_called(outputs) == []
+        await assert_can_be_gone_on_from(engine, snapshot, RecordedTurn((), token_ids))
+
+
+async def test_a_run_that_is_cancelled_as_its_turn_ends_has_ended_its_turn() -> None:
+    with steered_engine(["S"]) as engine:
+        run = await open_run(engine)
+        gate, runner = Gate(), runner_of(engine.model)
+        runner.before_pass = lambda *_: gate.pass_through() if len(runner.passes) == 1 else None
+        sampling = asyncio.ensure_future(sample(engine, run))
+        await gate.wait_until_begun()
+        run.wanted_stop = StopReason.CANCELLED
+        gate.open()
+
+        outputs = await sampling
+
+        assert ending(outputs).reason is StopReason.END_OF_TURN
+        assert run.state is RunState.COMPLETED
+
+
+async def test_a_run_that_is_cancelled_in_suspension_samples_one_token_more_at_most() -> None:
+    with steered_engine([CALL_OSLO], ["Sunny."]) as engine:
+        run = await open_run(engine)
+        client = Client(engine, run)
+
+        outputs, _ = await sample_stopping(engine, run, StopReason.CANCELLED, SegmentEnded, client)
+
+        assert text_of(outputs) == "S"
+        assert run.state is RunState.CANCELLED
+
+
+THINKING = Constraint((WEATHER,), thinks=True)
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+@pytest.mark.parametrize("at", [SegmentStarted, ReasoningDelta, ReasoningDone])
+async def test_a_steered_run_stops_right_after_its_thoughts(at: type[Output]) -> None:
+    with steered_engine([THOUGHT, "Sunny."]) as engine:
+        run = await open_run(engine, constraint=THINKING)
+
+        outputs, snapshot = await sample_stopping(engine, run, StopReason.STEERED, at)
+
+        assert isinstance(outputs[-2], ReasoningDone)
+        assert ending(outputs).reason is StopReason.STEERED
+        assert text_of(outputs) == ""
+        assert run.state is RunState.INCOMPLETE
+        token_ids = ending(outputs).token_ids
+        said = bytes_of(engine.model.tokenizer, token_ids[:-1]).decode()
+        assert said == THOUGHT.rstrip()
+        assert token_ids[-1] == IM_END
+        turn = RecordedTurn((ReasoningItem("Hm."),), token_ids)
+        await assert_can_be_gone_on_from(engine, snapshot, turn)
+
+
+@pytest.mark.parametrize(
+    ("turn", "at"),
+    [
+        (["Sunny and warm."], SegmentStarted),
+        (["Hm. ", OSLO_CALL], TextDelta),
+        ([THOUGHT, "Sunny."], TextDelta),
+    ],
+    ids=["in text", "before a call", "behind the thoughts"],
+)
+async def test_a_steered_run_goes_on_where_no_thoughts_end(
+    turn: list[str], at: type[Output]
+) -> None:
+    with steered_engine(turn) as engine:
+        run = await open_run(engine, constraint=THINKING)
+
+        outputs, _ = await sample_stopping(engine, run, StopReason.STEERED, at)
+
+        assert ending(outputs).reason in (StopReason.END_OF_TURN, StopReason.TOOL_CALLS)
+        assert run.state is RunState.COMPLETED
+
+
+@pytest.mark.parametrize("at", [SegmentStarted, SegmentEnded], ids=["before", "in suspension"])
+async def test_a_steered_run_that_was_suspended_is_not_steered_again(at: type[Output]) -> None:
+    """What the client has to say comes with the outputs."""
+    with steered_engine([CALL_OSLO], [THOUGHT, "Sunny."]) as engine:
+        run = await open_run(engine, constraint=THINKING)
+        client = Client(engine, run, messages=[Message("user", "In Celsius.")])
+        async with aclosing(engine.sample(run, client)) as sampled:
+            outputs = []
+            async for output in sampled:
+                outputs.append(output)
+                if isinstance(output, at) and len(run.segments) == 1:
+                    run.wanted_stop = StopReason.STEERED
+
+        assert text_of(outputs) == "Sunny."
+        assert run.state is RunState.COMPLETED
+
+
+# --- What a segment has sampled ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("turn", "limit", "token_ids"),
+    [
+        (["ab"], None, ["a", "b", IM_END]),
+        (["ab", END_OF_TEXT], None, ["a", "b", END_OF_TEXT]),
+        (["abc"], 2, ["a", "b", IM_END]),
+        ([CALL_OSLO], None, [CALL_OSLO, IM_END]),
+        ([], None, [IM_END]),
+    ],
+    ids=["a turn", "another end", "cut short", "a call", "nothing"],
+)
+async def test_the_ids_of_a_segment_end_its_turn_however_it_ended(
+    turn: list[str | int], limit: int | None, token_ids: list[str | int]
+) -> None:
+    with steered_engine(turn) as engine:
+        encode = engine.model.tokenizer.encode_text
+        run = await open_run(engine, params=SamplingParams(temperature=0, max_output_tokens=limit))
+
+        outputs = await sample(engine, run)
+
+        expected = [
+            i for part in token_ids for i in (encode(part) if isinstance(part, str) else [part])
+        ]
+        assert list(ending(outputs).token_ids) == expected
+
+
+async def test_each_segment_tells_its_own_ids() -> None:
+    with steered_engine(["Hm. ", CALL_OSLO], ["Sunny."]) as engine:
+        run = await open_run(engine)
+
+        outputs = await sample(engine, run, Client(engine, run))
+
+        ends = [output.token_ids for output in outputs if isinstance(output, SegmentEnded)]
+        spans = [span for span in run.tokens.spans if span.origin is Origin.SAMPLED]
+        assert ends == [run.tokens.ids[span.start : span.stop] for span in spans]
+
+
+# --- Thoughts ------------------------------------------------------------------------------------
+
+
+async def test_thoughts_come_apart_from_the_text_and_are_counted() -> None:
+    with steered_engine([THOUGHT, "Sunny."]) as engine:
+        run = await open_run(engine, constraint=THINKING)
+
+        outputs = await sample(engine, run)
+
+        thought = "".join(o.text for o in outputs if isinstance(o, ReasoningDelta))
+        assert (thought, text_of(outputs)) == ("Hm.", "Sunny.")
+        assert run.segments[0].reasoning_tokens == len(THOUGHT.rstrip())
+        assert run.segments[0].output_tokens == len(THOUGHT + "Sunny.") + 1
+
+
+async def test_a_turn_may_begin_inside_thoughts_that_the_prompt_has_opened() -> None:
+    constraint = replace(THINKING, think_is_open=True)
+    with steered_engine([THOUGHT.removeprefix("<think>\n"), CALL_OSLO], ["Sunny."]) as engine:
+        run = await open_run(engine, constraint=constraint)
+
+        outputs = await sample(engine, run)
+
+        thought = "".join(o.text for o in outputs if isinstance(o, ReasoningDelta))
+        assert thought == "Hm."
+        assert names_called(outputs) == ["get_weather"]
+
+
+async def test_where_a_model_does_not_think_the_markers_are_text() -> None:
+    with steered_engine([THOUGHT, "Sunny."]) as engine:
+        run = await open_run(engine)
+
+        outputs = await sample(engine, run)
+
+        assert text_of(outputs) == THOUGHT + "Sunny."
+        assert run.segments[0].reasoning_tokens == 0
+
+
+# --- Sampling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+async def test_logprobs_come_with_the_text_where_they_are_asked_for(num_top: int) -> None:
+    with steered_engine() as engine:
+        params = SamplingParams(temperature=0, max_output_tokens=8, top_logprobs=num_top)
+        run = await open_run(engine, tools=(), params=params)
+        steer(engine, len(run.tokens), [range(70, 90)] * 8)
+
+        outputs = await sample(engine, run)
+
+        logprobs = [lp for o in outputs if isinstance(o, TextDelta) for lp in o.logprobs]
+        assert "".join(logprob.token for logprob in logprobs) == text_of(outputs)
+        for logprob in logprobs:
+            assert len(logprob.top_logprobs) == num_top
+            assert all(top.logprob <= logprob.logprob < 0 for top in logprob.top_logprobs)
+            assert [top.token for top in logprob.top_logprobs[:1]] in ([], [logprob.token])
+
+
+async def test_no_logprobs_come_where_none_are_asked_for() -> None:
+    with steered_engine(["Sunny."]) as engine:
+        outputs = await sample(engine, await open_run(engine))
+
+        assert {o.logprobs for o in outputs if isinstance(o, TextDelta)} == {()}
+
+
+GREEDY = SamplingParams(temperature=0, max_output_tokens=6)
+
+
+@pytest.mark.parametrize(
+    "penalised",
+    [replace(GREEDY, presence_penalty=2.0), replace(GREEDY, frequency_penalty=2.0)],
+    ids=["presence", "frequency"],
+)
+async def test_a_penalty_is_for_what_the_segment_has_sampled(penalised: SamplingParams) -> None:
+    """Not for what the prompt holds, nor for what the segments before it have sampled."""
+    with steered_engine() as engine:
+        letters = engine.model.tokenizer.encode_text("cdef")
+        runs = [await open_run(engine, "cdef", params=params) for params in (GREEDY, penalised)]
+        start = len(runs[0].tokens)
+
+        ends = {start + 3: [CALL_OSLO], start + 4: [IM_END]}
+        runner_of(engine.model).steering = lambda position: ends.get(position, letters)
+        for run in runs:
+            await sample(engine, run, Client(engine, run))
+
+        plain, varied = (run.tokens.ids for run in runs)
+        assert len(set(plain[start : start + 3])) < 3
+        assert len(set(varied[start : start + 3])) == 3
+        (unused,) = set(letters) - set(varied[start : start + 3])
+        assert varied[-6] == plain[-6] != unused
+        assert len(set(varied[-6:-2])) == 4
+
+
+# --- Tools of other kinds ------------------------------------------------------------------------
+
+PATCH = CustomTool("files.apply_patch", "Edits files")
+
+
+async def test_a_free_form_tool_in_a_namespace_is_called_with_text_and_the_run_suspended() -> None:
+    text = "*** Begin Patch\n<tool_call>\n*** End Patch"
+    said = f'{BEGIN}\n{{"name": "{PATCH.name}"}}\n{text}\n</tool_call>'
+    with steered_engine([said], ["Done."]) as engine:
+        run = await open_run(engine, tools=(PATCH, WEATHER))
+        client = Client(engine, run)
+
+        outputs = await sample(engine, run, client)
+
+        (call,) = client.suspensions[0].calls
+        assert call == CustomToolCall(call.call_id, "apply_patch", text, "files")
+        (started,) = [output for output in outputs if isinstance(output, CallStarted)]
+        assert started == CallStarted(call.call_id, PATCH.name, is_custom=True)
+        assert arguments_of(outputs) == text
+        assert text_of(outputs) == "Done."
+
+
+# --- Prompts that are too long -------------------------------------------------------------------
+
+
+def long_conversation(num_exchanges: int) -> Conversation:
+    items = [
+        item
+        for i in range(num_exchanges)
+        for item in (Message("user", f"question {i}"), Message("assistant", f"answer {i}"))
+    ]
+    return Conversation([*items, Message("user", "the last question")])
+
+
+async def test_a_prompt_that_is_too_long_loses_its_oldest_turns() -> None:
+    conversation = long_conversation(20)
+    with steered_engine(max_context=256) as engine:
+        with pytest.raises(ContextLengthExceededError):
+            await engine.encode(conversation)
+
+        prompt = await engine.encode_truncated(conversation)
+
+        kept = prompt.conversation.items
+        assert 1 < len(kept) < len(conversation.items)
+        assert list(kept) == list(conversation.items[-len(kept) :])
+        assert prompt == await engine.encode(prompt.conversation)
+        one_more = replace(conversation, items=conversation.items[-len(kept) - 2 :])
+        with pytest.raises(ContextLengthExceededError):
+            await engine.encode(one_more)
+
+
+async def test_a_prompt_that_fits_loses_nothing() -> None:
+    with steered_engine(max_context=256) as engine:
+        conversation = long_conversation(2)
+
+        assert await engine.encode_truncated(conversation) == await engine.encode(conversation)
+
+
+async def test_room_that_is_asked_for_is_left() -> None:
+    with steered_engine(max_context=256) as engine:
+        prompt = await engine.encode_truncated(long_conversation(20), room=100)
+
+        assert len(prompt.token_ids) <= 256 - 100
+
+
+async def test_a_last_turn_that_is_too_long_is_refused() -> None:
+    with steered_engine(max_context=256) as engine:
+        conversation = Conversation([Message("user", "Hi"), Message("user", "x" * 300)])
+
+        with pytest.raises(ContextLengthExceededError):
+            await engine.encode_truncated(conversation)
+
+
+# --- Checks ahead of a run -----------------------------------------------------------------------
+
+
+async def test_text_formats_that_cannot_be_compiled_are_refused_ahead_of_a_run() -> None:
+    good, bad = ({"type": kind} for kind in ("integer", "no such type"))
+    with steered_engine() as engine:
+        with pytest.raises(GrammarError):
+            await engine.check_text_format(TextFormat(TextFormatKind.JSON_SCHEMA, schema=bad))
+
+        await engine.check_text_format(TextFormat(TextFormatKind.JSON_SCHEMA, schema=good))
+        await engine.check_text_format(TextFormat())
+
+
+async def test_constraints_that_cannot_be_compiled_are_refused_ahead_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise GrammarError("too large")
+
+    with steered_engine() as engine:
+        await engine.check_constraint(THINKING)
+        monkeypatch.setattr(GrammarCompiler, "matcher", fail)
+
+        with pytest.raises(GrammarError):
+            await engine.check_constraint(THINKING)
+
+
 # --- Failing steps -------------------------------------------------------------------------------
 
 FREE = SamplingParams(temperature=1, max_output_tokens=12)
@@ -689,7 +1081,7 @@ async def sampled_alone(*texts: str, params: SamplingParams = FREE) -> list[tupl
     logs = []
     for text in texts:
         with steered_engine() as engine:
-            run = await open_run(engine, text, functions=(), params=params)
+            run = await open_run(engine, text, tools=(), params=params)
             await sample(engine, run)
             logs.append(run.tokens.ids)
     return logs
@@ -700,11 +1092,11 @@ async def test_a_failing_step_fails_its_run_and_no_other(decoded: int) -> None:
     alone = await sampled_alone("one", "two")
     with steered_engine() as engine:
         one, victim, two = [
-            await open_run(engine, text, functions=(), params=FREE)
+            await open_run(engine, text, tools=(), params=FREE)
             for text in ("one", "the victim", "two")
         ]
 
-        prompt, caches = list(victim.tokens.ids), set[KVCache]()
+        prompt, caches = list(victim.tokens.ids), WeakSet[KVCache]()
 
         def fail(cache: KVCache, token_ids: Sequence[int]) -> None:
             if token_ids == prompt:
@@ -749,9 +1141,9 @@ async def test_a_step_that_fails_after_a_suspension_fails_the_run() -> None:
 async def test_a_schema_that_cannot_be_compiled_is_refused_ahead_of_a_run() -> None:
     with steered_engine() as engine:
         with pytest.raises(GrammarError):
-            await engine.check_function(FunctionTool("f", None, {"type": "no such type"}))
+            await engine.check_tool(FunctionTool("f", None, {"type": "no such type"}, strict=True))
 
-        await engine.check_function(WEATHER)
+        await engine.check_tool(WEATHER)
 
 
 # --- Runs side by side ---------------------------------------------------------------------------
@@ -761,7 +1153,7 @@ async def test_a_prefill_in_chunks_gives_the_tokens_of_one_pass() -> None:
     logs, lengths = [], []
     for chunk in (4096, 8):
         with steered_engine(prefill_chunk=chunk) as engine:
-            run = engine.open_run("run", list(range(3, 33)), FREE, ToolConstraint())
+            run = engine.open_run("run", list(range(3, 33)), FREE, Constraint())
             await sample(engine, run)
             logs.append(run.tokens.ids)
             lengths.append([len(token_ids) for token_ids in runner_of(engine.model).inputs])
@@ -775,8 +1167,8 @@ async def test_a_long_prefill_holds_a_decoding_neighbour_up_by_one_chunk_at_most
         runner = runner_of(engine.model)
         steer(engine, 4, [[10]] * 30)
         params = SamplingParams(temperature=0, max_output_tokens=25)
-        decoding = engine.open_run("short", [5] * 4, params, ToolConstraint())
-        long = engine.open_run("long", [5] * 8 * 12, params, ToolConstraint())
+        decoding = engine.open_run("short", [5] * 4, params, Constraint())
+        long = engine.open_run("long", [5] * 8 * 12, params, Constraint())
         is_decoding = asyncio.Event()
 
         async def decode() -> None:
@@ -790,7 +1182,7 @@ async def test_a_long_prefill_holds_a_decoding_neighbour_up_by_one_chunk_at_most
             await is_decoding.wait()
             tasks.create_task(sample(engine, long))
 
-        mine = [cache is runner.passes[0][0] for cache, _ in runner.passes]
+        mine = [cache == runner.passes[0][0] for cache, _ in runner.passes]
         while_both_run = mine[mine.index(False) : len(mine) - mine[::-1].index(True)]
         held_up = [
             len(list(group)) for is_mine, group in itertools.groupby(while_both_run) if not is_mine
@@ -804,12 +1196,12 @@ async def test_seeded_runs_sample_the_same_tokens_alone_and_side_by_side() -> No
     texts = ["one", "two", "three", "four"]
     alone = await sampled_alone(*texts)
     with steered_engine(prefill_chunk=8) as engine:
-        runs = [await open_run(engine, text, functions=(), params=FREE) for text in texts]
+        runs = [await open_run(engine, text, tools=(), params=FREE) for text in texts]
 
         await asyncio.gather(*(sample(engine, run) for run in runs))
 
         assert [run.tokens.ids for run in runs] == alone
-        changes = itertools.pairwise(id(cache) for cache, _ in runner_of(engine.model).passes)
+        changes = itertools.pairwise(cache for cache, _ in runner_of(engine.model).passes)
         assert sum(one != other for one, other in changes) > 20
 
 
@@ -830,7 +1222,7 @@ def force_fed(engine: Engine, run: Run) -> list[int]:
         log += run.tokens.ids[given.start : given.stop]
         for position in range(sampled.start, sampled.stop):
             logits = runner.extend(log[cache.num_tokens :], cache)
-            log.append(sample_token(logits, run.params, position, matcher.mask()))
+            log.append(sample_token(logits, run.params, position, matcher.mask()).token_id)
             matcher.accept(log[-1])
     return log
 
@@ -891,18 +1283,18 @@ BOUNDED_FUNCTIONS = (BOOK, NOW)
 
 
 async def sampled_by_chance(
-    tools: ToolConstraint, *, opening: str = "", seeds: int = 4, max_output_tokens: int = 250
+    constraint: Constraint, *, opening: str = "", seeds: int = 4, max_output_tokens: int = 250
 ) -> list[list[Output]]:
     """Return the outputs of runs that random weights sampled after saying ``opening``."""
     model = steered_model()
     engine = Engine(model, max_forced_string=8)
-    with closing(engine), one_torch_thread():
+    with closing(engine):
         runs = [
             await open_run(
                 engine,
-                functions=tools.functions,
+                tools=constraint.tools,
                 params=SamplingParams(seed=seed, max_output_tokens=max_output_tokens),
-                tools=tools,
+                constraint=constraint,
             )
             for seed in range(seeds)
         ]
@@ -911,52 +1303,52 @@ async def sampled_by_chance(
         return await asyncio.gather(*(sample(engine, run) for run in runs))
 
 
-def assert_calls_are_valid(outputs: Sequence[Output], tools: ToolConstraint) -> None:
-    schemas = {function.name: function.parameters for function in tools.functions}
+def assert_calls_are_valid(outputs: Sequence[Output]) -> None:
+    schemas = {function.name: function.parameters for function in ALL_FUNCTIONS}
     for output in outputs:
         if isinstance(output, CallDone):
             schema = schemas[output.call.name] or {"type": "object", "maxProperties": 0}
-            jsonschema.validate(json.loads(output.call.arguments), schema)
+            jsonschema.validate(json.loads(arguments_in(output.call)), schema)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tools", "opening"),
+    ("constraint", "opening"),
     [
-        (ToolConstraint(ALL_FUNCTIONS, 1, 1), ""),
-        (ToolConstraint((BOOK,), 1, 1), ""),
-        (ToolConstraint(BOUNDED_FUNCTIONS, 0, 1), f"Hm.{BEGIN}"),
+        (Constraint(ALL_FUNCTIONS, 1, 1), ""),
+        (Constraint((BOOK,), 1, 1), ""),
+        (Constraint(BOUNDED_FUNCTIONS, 0, 1), f"Hm.{BEGIN}"),
     ],
     ids=["required", "named", "auto"],
 )
 async def test_the_one_call_that_is_allowed_is_made_and_valid(
-    tools: ToolConstraint, opening: str
+    constraint: Constraint, opening: str
 ) -> None:
-    runs = await sampled_by_chance(tools, opening=opening)
+    runs = await sampled_by_chance(constraint, opening=opening)
 
     for outputs in runs:
         assert ending(outputs).reason is StopReason.TOOL_CALLS
         assert len(names_called(outputs)) == 1
-        assert_calls_are_valid(outputs, tools)
+        assert_calls_are_valid(outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tools", "opening"),
+    ("constraint", "opening"),
     [
-        (ToolConstraint(ALL_FUNCTIONS, 1, None), ""),
-        (ToolConstraint(BOUNDED_FUNCTIONS, 0, None), f"Hm.{BEGIN}"),
+        (Constraint(ALL_FUNCTIONS, 1, None), ""),
+        (Constraint(BOUNDED_FUNCTIONS, 0, None), f"Hm.{BEGIN}"),
     ],
     ids=["required", "auto"],
 )
 async def test_where_any_number_of_calls_is_allowed_they_differ_and_are_valid(
-    tools: ToolConstraint, opening: str
+    constraint: Constraint, opening: str
 ) -> None:
-    runs = await sampled_by_chance(tools, opening=opening, seeds=8, max_output_tokens=130)
+    runs = await sampled_by_chance(constraint, opening=opening, seeds=8, max_output_tokens=130)
 
     for outputs in runs:
         assert names_called(outputs)
-        assert_calls_are_valid(outputs, tools)
+        assert_calls_are_valid(outputs)
     assert len({tuple(names_called(outputs)) for outputs in runs}) > 1
     assert max(len(names_called(outputs)) for outputs in runs) > 1
     assert len({arguments_of(outputs) for outputs in runs}) > 2
@@ -965,7 +1357,7 @@ async def test_where_any_number_of_calls_is_allowed_they_differ_and_are_valid(
 @pytest.mark.slow
 @pytest.mark.parametrize("opening", ["", "Hm.", f"Hm.{BEGIN}"], ids=["no", "text", "a call"])
 async def test_none_never_gives_a_call_whatever_the_model_is_about_to_say(opening: str) -> None:
-    none = ToolConstraint(ALL_FUNCTIONS, 0, 0)
+    none = Constraint(ALL_FUNCTIONS, 0, 0)
 
     runs = await sampled_by_chance(none, opening=opening, max_output_tokens=40)
 
@@ -977,7 +1369,7 @@ async def test_none_never_gives_a_call_whatever_the_model_is_about_to_say(openin
 async def test_a_constraint_that_allows_no_call_gives_none_even_to_a_model_that_calls() -> None:
     with steered_engine([CALL_OSLO]) as engine:
         params = SamplingParams(temperature=0, max_output_tokens=20)
-        run = await open_run(engine, params=params, tools=ToolConstraint((WEATHER,), 0, 0))
+        run = await open_run(engine, params=params, constraint=Constraint((WEATHER,), 0, 0))
         client = Client(engine, run)
 
         outputs = await sample(engine, run, client)
@@ -987,9 +1379,9 @@ async def test_a_constraint_that_allows_no_call_gives_none_even_to_a_model_that_
         assert BEGIN not in text_of(outputs)
 
 
-async def test_where_no_functions_are_told_a_call_is_text() -> None:
+async def test_where_no_tools_are_told_a_call_is_text() -> None:
     with steered_engine(["Hm. ", OSLO_CALL]) as engine:
-        run = await open_run(engine, functions=())
+        run = await open_run(engine, tools=())
         client = Client(engine, run)
 
         outputs = await sample(engine, run, client)
@@ -1000,7 +1392,7 @@ async def test_where_no_functions_are_told_a_call_is_text() -> None:
 
 
 async def test_a_resumption_may_bring_a_constraint_for_its_segment() -> None:
-    none = ToolConstraint((WEATHER,), 0, 0)
+    none = Constraint((WEATHER,), 0, 0)
     with steered_engine([CALL_OSLO], [CALL_ROME]) as engine:
         params = SamplingParams(temperature=0, max_output_tokens=20)
         run = await open_run(engine, params=params)
@@ -1018,15 +1410,15 @@ async def test_a_resumption_may_bring_a_constraint_for_its_segment() -> None:
 
 @pytest.mark.slow
 async def test_a_forced_call_is_forced_again_in_each_segment_that_says_so() -> None:
-    forced = ToolConstraint((WEATHER,), 1, 1)
+    forced = Constraint((WEATHER,), 1, 1)
     with steered_engine([OSLO_CALL], ["Sunny."]) as engine:
-        run = await open_run(engine, tools=forced)
+        run = await open_run(engine, constraint=forced)
         client = Client(engine, run)
         async with aclosing(engine.sample(run, client)) as outputs:
-            await until_suspended(outputs)
+            first = await until_suspended(outputs)
             again = await until_suspended(outputs)
 
-        assert len(client.suspensions) == 2
+        assert client.suspensions == [first]
         assert again.calls[0].name == "get_weather"
 
 
@@ -1036,14 +1428,14 @@ async def test_a_forced_call_is_forced_again_in_each_segment_that_says_so() -> N
 @pytest.mark.slow
 async def test_a_tiny_engine_runs_calls_that_it_spells_out_in_bytes() -> None:
     engine = tiny_engine(["Hm. " + OSLO_CALL, "Sunny."])
-    with closing(engine), one_torch_thread():
+    with closing(engine):
         run = await open_run(engine)
         client = Client(engine, run)
 
         outputs = await sample(engine, run, client)
 
         assert text_of(outputs) == "Hm. Sunny."
-        assert client.suspensions[0].calls[0].arguments == '{"city": "Oslo"}'
+        assert arguments_in(client.suspensions[0].calls[0]) == '{"city": "Oslo"}'
         assert engine.counters.tokens_forwarded == len(run.tokens) - 1
 
 
@@ -1079,9 +1471,9 @@ async def test_a_call_whose_schema_admits_no_arguments_is_a_failure_not_a_call()
     schema = {"required": ["a"], "properties": {"a": {"$ref": "#/$defs/x"}}}
     endless = FunctionTool("f", None, {**schema, "$defs": {"x": {"$ref": "#/$defs/x"}}})
     with closing(tiny_engine()) as engine:
-        prompt_ids = await engine.encode_prompt(Conversation([Message("user", "Hi")]))
         params = SamplingParams(seed=1, max_output_tokens=400)
-        run = engine.open_run("run", prompt_ids, params, ToolConstraint((endless,), 1, 1))
+        forced = Constraint((endless,), 1, 1)
+        run = await open_run(engine, "Hi", tools=(), params=params, constraint=forced)
 
         with pytest.raises(EngineError):
             await sample(engine, run)

@@ -1,28 +1,34 @@
-import json
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
-from tokenizers import Tokenizer as FastTokenizer
 
-from protocol.tools import FunctionTool
-from sampler.grammar import GrammarCompiler, GrammarError, Matcher
-from sampler.json_schema import bound_strings
-from sampler.params import ToolConstraint
-from sampler.tokenizer import Tokenizer
-from sampler.tool_calls import BEGIN
+from protocol.client_events import TextFormat, TextFormatKind
+from protocol.tools import CallableTool, FunctionTool
+from sampler.grammar import GrammarCompiler
+from sampler.params import Constraint
+from sampler.tool_calls import BEGIN, END
+from tests.sampler.matching import (
+    BYTE_LEVEL,
+    STOP_IDS,
+    WideTokenizer,
+    admits,
+    admits_text,
+    cut_otherwise,
+    free_form_tool,
+    input_text,
+    may_end,
+    new_matcher,
+    num_accepted,
+    refused,
+)
 from tests.sampler.smollm2 import smollm2_tokenizer
-from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, byte_tokenizer, call_text
+from tests.tiny_model import IM_START, WEATHER, call_text
 
 Schema = dict[str, Any]
-
-BYTE_LEVEL = Tokenizer(byte_tokenizer(), [END_OF_TEXT, IM_END], 288)
-STOP_IDS = [END_OF_TEXT, IM_END]
 
 FORECAST = FunctionTool(
     "get_weather_forecast",
@@ -36,21 +42,43 @@ FORECAST = FunctionTool(
 )
 BOTH = (WEATHER, FORECAST)
 
-AUTO = ToolConstraint(BOTH)
-NONE = ToolConstraint(BOTH, max_calls=0)
-REQUIRED = ToolConstraint(BOTH, min_calls=1)
-NAMED = ToolConstraint((WEATHER,), min_calls=1, max_calls=1)
-AT_MOST_ONE = ToolConstraint(BOTH, max_calls=1)
+AUTO = Constraint(BOTH)
+NONE = Constraint(BOTH, max_calls=0)
+REQUIRED = Constraint(BOTH, min_calls=1)
+NAMED = Constraint((WEATHER,), min_calls=1, max_calls=1)
+AT_MOST_ONE = Constraint(BOTH, max_calls=1)
+
+SAY = free_form_tool("say")
+FREE_FORM = Constraint((WEATHER, SAY))
+
+JSON = TextFormat(TextFormatKind.JSON_OBJECT)
+CITY = TextFormat(TextFormatKind.JSON_SCHEMA, "city", WEATHER.parameters, strict=False)
+CITY_OR_CALL = Constraint(BOTH, text_format=CITY)
+
 CONSTRAINTS = {
     "auto": AUTO,
     "none": NONE,
     "required": REQUIRED,
     "named": NAMED,
     "at most one": AT_MOST_ONE,
+    "free form": FREE_FORM,
+    "JSON": Constraint(text_format=JSON),
+    "schema": Constraint(text_format=CITY),
+    "schema or call": CITY_OR_CALL,
+    "schema, no calls": replace(CITY_OR_CALL, max_calls=0),
+    "schema, required": replace(CITY_OR_CALL, min_calls=1),
+    "thinks": replace(AUTO, thinks=True),
+    "thinks, none": replace(NONE, thinks=True),
+    "thinks, required": replace(REQUIRED, thinks=True),
+    "thinks, schema or call": replace(CITY_OR_CALL, thinks=True),
+    "thinking": replace(AUTO, thinks=True, think_is_open=True),
+    "thinking, schema": Constraint(text_format=CITY, thinks=True, think_is_open=True),
 }
 
 OSLO = call_text("get_weather", '{"city": "Oslo"}')
 WEEK = call_text("get_weather_forecast", '{"days": 7, "where": "Oslo"}')
+HI = input_text("say", "Hi!")
+MARKERS = f"{BEGIN}\n{{{END} <think> <tool_call>"
 
 
 @pytest.fixture(scope="module")
@@ -63,42 +91,6 @@ def smollm2_compiler() -> GrammarCompiler:
     return GrammarCompiler(smollm2_tokenizer())
 
 
-def new_matcher(compiler: GrammarCompiler, constraint: ToolConstraint) -> Matcher:
-    matcher = compiler.matcher(constraint)
-    assert matcher is not None
-    return matcher
-
-
-def num_accepted(matcher: Matcher, ids: Sequence[int]) -> int:
-    """Move past as many of ``ids`` as the mask allows, and return how many that were."""
-    for index, token_id in enumerate(ids):
-        if not matcher.mask()[token_id]:
-            return index
-        matcher.accept(token_id)
-    return len(ids)
-
-
-def may_end(matcher: Matcher) -> bool:
-    allowed = matcher.mask()[STOP_IDS]
-    assert allowed.all() == allowed.any(), "the stop ids are one as good as the other"
-    return bool(allowed.all())
-
-
-def admits(matcher: Matcher, ids: Sequence[int]) -> bool:
-    """Tell whether ``ids`` may be all of a turn."""
-    return num_accepted(matcher, ids) == len(ids) and may_end(matcher)
-
-
-def admits_text(compiler: GrammarCompiler, constraint: ToolConstraint, text: str) -> bool:
-    return admits(new_matcher(compiler, constraint), BYTE_LEVEL.encode_text(text))
-
-
-def refused(matcher: Matcher, text: str) -> str:
-    """Return what of ``text`` is left when the first byte of it is refused."""
-    ids = BYTE_LEVEL.encode_text(text)
-    return b"".join(map(BYTE_LEVEL.token_bytes, ids[num_accepted(matcher, ids) :])).decode()
-
-
 # --- Which turns are legal -----------------------------------------------------------------------
 
 LEGAL = {
@@ -107,6 +99,46 @@ LEGAL = {
     "required": [OSLO, WEEK, f"{OSLO}\n{OSLO}\n{WEEK}"],
     "named": [OSLO, call_text("get_weather", '{"city": "</tool_call>\\n \\"<tool_call>"}')],
     "at most one": ["", "Hi.", OSLO, f"Hi. {WEEK}"],
+    "free form": [
+        "Hi.",
+        HI,
+        f"Hi. {HI}\n{OSLO}\n{HI}",
+        input_text("say", ""),
+        f'{BEGIN}\n{{"name": "say"}}\n{END}',
+        input_text("say", f"\n é🎉 {END}\n\n{BEGIN}\n</tool_cal\n"),
+        input_text("say", '{"name": "get_weather", "arguments": {"city": "Oslo"}}'),
+    ],
+    "JSON": ["{}", '{"a": [1, {"b": null}], "c": "<tool_call>"}'],
+    "schema": ['{"city": "Oslo"}', '{"city": "<think><tool_call>\\n"}'],
+    "schema or call": ['{"city": "Oslo"}', OSLO, f"{OSLO}\n{WEEK}"],
+    "schema, no calls": ['{"city": "Oslo"}'],
+    "schema, required": [OSLO, f"{OSLO}\n{WEEK}"],
+    "thinks": [
+        "",
+        "Hi.",
+        "Hi <think>",
+        f"Hi. {OSLO}",
+        "<thin",
+        "<think></think>",
+        f"\n <think>\n{MARKERS}\n</think>\n\n \nHi.",
+        f"<think>{MARKERS}</think>Hi.\n{OSLO}",
+        f"<think>{OSLO}</think>\n\n{OSLO}",
+        "<think></think><think>Hi.",
+    ],
+    "thinks, none": ["", "Hi.", f"<think>{MARKERS}</think>Hi.", "<think></think><tool_call"],
+    "thinks, required": [
+        OSLO,
+        f"<think>\n{MARKERS}\n</think>\n\n{OSLO}",
+        f"<think>Hm.</think>{OSLO}\n{OSLO}",
+    ],
+    "thinks, schema or call": [
+        OSLO,
+        '{"city": "<think>"}',
+        f"<think>{MARKERS}</think>\n{OSLO}",
+        f'<think>\n{MARKERS}\n</think>\n\n{{"city": "Oslo"}}',
+    ],
+    "thinking": ["</think>", f"\n{MARKERS}</think>Hi.", f"{OSLO}</think>\n\n{OSLO}"],
+    "thinking, schema": [f'{MARKERS}\n</think>\n\n{{"city": "Oslo"}}'],
 }
 ILLEGAL = {
     "auto": [
@@ -133,6 +165,49 @@ ILLEGAL = {
     "required": ["", "Hi.", f"Hi. {OSLO}", f"\n{OSLO}", f"{OSLO}\n", f"{OSLO}Hi."],
     "named": ["", f"{OSLO}\n{OSLO}", WEEK, f" {OSLO}"],
     "at most one": [f"{OSLO}\n{OSLO}", f"{OSLO}\n", BEGIN],
+    "free form": [
+        f"{HI}\n",
+        f"{HI} Bye.",
+        HI + HI,
+        HI.removesuffix(END),
+        f'{BEGIN}\n{{"name": "say"}} Hi!\n{END}',
+        f'{BEGIN}\n{{"name": "say"}}\nHi!{END}',
+        call_text("say", '{"input": "Hi!"}'),
+        input_text("get_weather", "Oslo"),
+        input_text("say", f"Hi.\n{END}"),
+    ],
+    "JSON": ["", "1", "[]", "{", " {}", "{} ", '{"a":1}', "Hi.", BEGIN, "{}{}"],
+    "schema": ["", "{}", '{"city": 1}', '{"city": "Oslo"}.', "Oslo", OSLO],
+    "schema or call": [
+        "",
+        "{}",
+        f"Hi. {OSLO}",
+        f'{{"city": "Oslo"}}\n{OSLO}',
+        f'{OSLO}\n{{"city": "Oslo"}}',
+        f"\n{OSLO}",
+    ],
+    "schema, no calls": ["", OSLO, "{}"],
+    "schema, required": ["", '{"city": "Oslo"}', f"Hi. {OSLO}"],
+    "thinks": ["<think>", f"<think>{OSLO}", " <think>Hi.</think", f"Hi. <think>{BEGIN}</think>"],
+    "thinks, none": ["<think>", f"<think></think>{BEGIN}", f"Hi. <think>{BEGIN}</think>"],
+    "thinks, required": [
+        "",
+        "<think></think>",
+        "<think></think>Hi.",
+        f"<think></think> {OSLO}",
+        f"<think></think>\n\n\n{OSLO}",
+        f"<think>{OSLO}",
+        f"<think></think><think></think>{OSLO}",
+    ],
+    "thinks, schema or call": [
+        "",
+        "Hi.",
+        "<think></think>Hi.",
+        '<think>{"city": "Oslo"}',
+        '<think></think>{"city": 1}',
+    ],
+    "thinking": ["", "Hi.", OSLO, f"</think>{BEGIN}"],
+    "thinking, schema": ["", '{"city": "Oslo"}', "</think>", "</think>Hi."],
 }
 
 
@@ -179,10 +254,16 @@ def test_an_illegal_turn_is_refused_in_a_real_vocabulary(
         (AUTO, '<tool_call>\n{"name": "get_weather", "arguments": {', "}"),
         (AT_MOST_ONE, OSLO, f"\n{OSLO}"),
         (REQUIRED, "", "Hi."),
+        (FREE_FORM, '<tool_call>\n{"name": "say"}', " Hi"),
+        (FREE_FORM, f"{HI}\n", "Hi"),
+        (CITY_OR_CALL, "", "Hi."),
+        (CITY_OR_CALL, '{"city": "Oslo"}', "\n"),
+        (replace(REQUIRED, thinks=True), "<think>Hi.</think>\n\n", "Hi."),
+        (replace(REQUIRED, thinks=True), "<t", "alk>"),
     ],
 )
 def test_a_turn_is_refused_where_it_goes_wrong(
-    byte_compiler: GrammarCompiler, constraint: ToolConstraint, legal: str, illegal: str
+    byte_compiler: GrammarCompiler, constraint: Constraint, legal: str, illegal: str
 ) -> None:
     matcher = new_matcher(byte_compiler, constraint)
 
@@ -195,8 +276,14 @@ def test_an_unlisted_property_is_refused_at_its_name(byte_compiler: GrammarCompi
     assert refused(new_matcher(byte_compiler, AUTO), legal + 'hours": 2}') == 'hours": 2}'
 
 
-def test_without_functions_there_is_nothing_to_constrain(byte_compiler: GrammarCompiler) -> None:
-    assert byte_compiler.matcher(ToolConstraint()) is None
+@pytest.mark.parametrize(
+    "constraint",
+    [Constraint(), Constraint(max_calls=0), Constraint(thinks=True, think_is_open=True)],
+)
+def test_without_tools_and_a_format_there_is_nothing_to_constrain(
+    byte_compiler: GrammarCompiler, constraint: Constraint
+) -> None:
+    assert byte_compiler.matcher(constraint) is None
 
 
 def test_a_token_that_the_mask_does_not_allow_is_an_error(byte_compiler: GrammarCompiler) -> None:
@@ -213,7 +300,7 @@ def test_function_names_of_every_kind_can_be_called(name: str) -> None:
 
     for function in functions:
         text = call_text(function.name, "{}")
-        constraint = ToolConstraint(functions, min_calls=1)
+        constraint = Constraint(functions, min_calls=1)
         assert admits_text(compiler, constraint, text)
 
 
@@ -224,7 +311,7 @@ def test_function_names_of_every_kind_can_be_called(name: str) -> None:
 def test_the_number_of_calls_is_kept(
     byte_compiler: GrammarCompiler, least: int, most: int | None, admitted: list[int]
 ) -> None:
-    constraint = ToolConstraint(BOTH, least, most)
+    constraint = Constraint(BOTH, least, most)
 
     counts = [n for n in range(5) if admits_text(byte_compiler, constraint, "\n".join([OSLO] * n))]
 
@@ -232,12 +319,6 @@ def test_the_number_of_calls_is_kept(
 
 
 # --- Tokens --------------------------------------------------------------------------------------
-
-
-def cut_otherwise(text: str, length: int) -> list[int]:
-    """Return ids of ``text`` that the tokenizer would not have chosen."""
-    pieces = [text[at : at + length] for at in range(0, len(text), length)]
-    return [i for piece in pieces for i in smollm2_tokenizer().encode_text(piece)]
 
 
 @pytest.mark.parametrize(("name", "text"), named_cases(LEGAL))
@@ -257,7 +338,7 @@ def test_a_legal_turn_is_accepted_however_it_is_cut_into_tokens(
 def test_where_the_model_has_a_choice_the_mask_leaves_it_the_choice_of_tokens(
     smollm2_compiler: GrammarCompiler, length: int
 ) -> None:
-    matcher = new_matcher(smollm2_compiler, ToolConstraint((WEATHER,), max_calls=1))
+    matcher = new_matcher(smollm2_compiler, Constraint((WEATHER,), max_calls=1))
     # Where only one text is possible, the mask gives its own tokens and no others.
     forced_head = '\n{"name": "get_weather", "arguments": {"city": "'
     forced_tail = "}\n</tool_call>"
@@ -276,20 +357,9 @@ WIDE = [">\n", ">\n{", "hi<", "<tool", "_call>", BEGIN, f"{BEGIN}\n", f"hi {BEGI
 
 
 @pytest.fixture(scope="module")
-def wide_tokenizer() -> Tokenizer:
+def wide_tokenizer() -> WideTokenizer:
     """Bytes, and tokens that reach over the ends of the marker."""
-    description = json.loads(byte_tokenizer().to_str())
-    spelled = [word.replace("\n", "Ċ").replace(" ", "Ġ") for word in WIDE]
-    description["model"]["vocab"] |= {word: 259 + i for i, word in enumerate(spelled)}
-    return Tokenizer(FastTokenizer.from_str(json.dumps(description)), STOP_IDS)
-
-
-def ids_of(pieces: Sequence[str]) -> list[int]:
-    return [
-        i
-        for piece in pieces
-        for i in ([259 + WIDE.index(piece)] if piece in WIDE else BYTE_LEVEL.encode_text(piece))
-    ]
+    return WideTokenizer(WIDE)
 
 
 REST = OSLO.removeprefix(f"{BEGIN}\n")
@@ -310,11 +380,11 @@ REST = OSLO.removeprefix(f"{BEGIN}\n")
     ],
 )
 def test_a_token_may_reach_over_the_ends_of_the_marker(
-    wide_tokenizer: Tokenizer, pieces: list[str]
+    wide_tokenizer: WideTokenizer, pieces: list[str]
 ) -> None:
-    matcher = new_matcher(GrammarCompiler(wide_tokenizer), ToolConstraint(BOTH))
+    matcher = new_matcher(GrammarCompiler(wide_tokenizer), Constraint(BOTH))
 
-    assert admits(matcher, ids_of(pieces))
+    assert admits(matcher, wide_tokenizer.ids_of(pieces))
 
 
 @pytest.mark.parametrize(
@@ -327,17 +397,19 @@ def test_a_token_may_reach_over_the_ends_of_the_marker(
     ],
 )
 def test_a_token_that_goes_wrong_after_the_marker_is_masked(
-    wide_tokenizer: Tokenizer, pieces: list[str], wrong: str
+    wide_tokenizer: WideTokenizer, pieces: list[str], wrong: str
 ) -> None:
-    matcher = new_matcher(GrammarCompiler(wide_tokenizer), ToolConstraint(BOTH))
-    assert num_accepted(matcher, ids_of(pieces)) == len(ids_of(pieces))
+    matcher = new_matcher(GrammarCompiler(wide_tokenizer), Constraint(BOTH))
+    assert num_accepted(matcher, wide_tokenizer.ids_of(pieces)) == len(
+        wide_tokenizer.ids_of(pieces)
+    )
 
-    assert not matcher.mask()[ids_of([wrong])[0]]
+    assert not matcher.mask()[wide_tokenizer.ids_of([wrong])[0]]
 
 
 @pytest.mark.parametrize("begun", ["<tool_call", "x <tool_", ""])
 def test_no_token_completes_a_marker_where_no_calls_are_allowed(
-    wide_tokenizer: Tokenizer, begun: str
+    wide_tokenizer: WideTokenizer, begun: str
 ) -> None:
     matcher = new_matcher(GrammarCompiler(wide_tokenizer), NONE)
     num_accepted(matcher, BYTE_LEVEL.encode_text(begun))
@@ -397,7 +469,7 @@ def test_no_control_token_of_a_real_vocabulary_is_text(smollm2_compiler: Grammar
 # --- Where a turn may end ------------------------------------------------------------------------
 
 
-def ends_of(compiler: GrammarCompiler, constraint: ToolConstraint, text: str) -> list[bytes]:
+def ends_of(compiler: GrammarCompiler, constraint: Constraint, text: str) -> list[bytes]:
     """Return the beginnings of ``text`` that may be whole turns."""
     matcher = new_matcher(compiler, constraint)
     data = text.encode()
@@ -436,7 +508,7 @@ def test_a_forced_turn_may_end_after_a_call_only(byte_compiler: GrammarCompiler)
 
 @pytest.mark.parametrize("constraint", [NAMED, AT_MOST_ONE], ids=["named", "at most one"])
 def test_after_the_last_call_allowed_a_turn_can_only_end(
-    byte_compiler: GrammarCompiler, constraint: ToolConstraint
+    byte_compiler: GrammarCompiler, constraint: Constraint
 ) -> None:
     matcher = new_matcher(byte_compiler, constraint)
     num_accepted(matcher, BYTE_LEVEL.encode_text(OSLO))
@@ -449,240 +521,6 @@ def test_a_matcher_accepts_either_end(byte_compiler: GrammarCompiler, stop_id: i
     matcher = new_matcher(byte_compiler, AUTO)
 
     matcher.accept(stop_id)
-
-
-# --- Schemas -------------------------------------------------------------------------------------
-
-S: Schema = {"type": "string"}
-KEYWORDS = ["default", "enum", "type", "properties", "const", "$ref", "anyOf", "allOf", "$defs"]
-
-
-def properties(required: list[str] | None = None, **listed: Any) -> Schema:
-    names = list(listed) if required is None else required
-    return {"type": "object", "properties": listed, "required": names}
-
-
-def admits_arguments(
-    compiler: GrammarCompiler, parameters: Schema | None, arguments: str, *, forced: bool
-) -> bool:
-    constraint = ToolConstraint((FunctionTool("f", None, parameters),), int(forced), 1)
-    return admits_text(compiler, constraint, call_text("f", arguments))
-
-
-SCHEMAS: dict[str, tuple[Schema, list[Any], list[Any]]] = {
-    "a dialect": (
-        {"$schema": "https://json-schema.org/draft/2020-12/schema", **properties(a=S)},
-        [{"a": ""}],
-        [{}, {"a": 1}],
-    ),
-    "the integers that JavaScript can count": (
-        properties(n={"type": "integer", "minimum": 1 - 2**53, "maximum": 2**53 - 1}),
-        [{"n": 0}, {"n": 2**53 - 1}, {"n": 1 - 2**53}],
-        [{"n": 2**53}, {"n": -(2**53)}, {"n": 0.5}],
-    ),
-    "formats": (
-        properties(
-            d={"type": "string", "format": "date"}, n={"type": "integer", "format": "int32"}
-        ),
-        [{"d": "2026-11-29", "n": 1}],
-        [{"d": "tomorrow", "n": 1}],
-    ),
-    "a pattern": (
-        properties(p={"type": "string", "pattern": "^[a-z]{2,3}$"}),
-        [{"p": "ab"}, {"p": "abc"}],
-        [{"p": "a"}, {"p": "AB"}, {"p": "abcd"}],
-    ),
-    "a reference into $defs": (
-        {
-            **properties(at={"$ref": "#/$defs/Place", "description": "where"}),
-            "$defs": {"Place": properties(city=S)},
-        },
-        [{"at": {"city": "Oslo"}}],
-        [{"at": "Oslo"}, {"at": {}}],
-    ),
-    "a reference into definitions, as pydantic 1 wrote it": (
-        {
-            **properties(at={"allOf": [{"$ref": "#/definitions/Place"}], "title": "At"}),
-            "definitions": {"Place": properties(city=S)},
-        },
-        [{"at": {"city": "Oslo"}}],
-        [{"at": "Oslo"}, {"at": {}}],
-    ),
-    "anyOf": (
-        properties(a={"anyOf": [{"type": "integer"}, S, {"type": "null"}], "default": None}),
-        [{"a": 1}, {"a": "1"}, {"a": None}],
-        [{"a": []}, {"a": True}],
-    ),
-    "oneOf with a tag": (
-        properties(
-            a={"oneOf": [properties(t={"const": "x"}, a=S), properties(t={"const": "y"}, b=S)]}
-        ),
-        [{"a": {"t": "x", "a": ""}}, {"a": {"t": "y", "b": ""}}],
-        [{"a": {"t": "z"}}, {"a": {"t": "x", "b": ""}}],
-    ),
-    "const": (properties(a={"const": "x"}), [{"a": "x"}], [{"a": "y"}]),
-    "enum": (properties(a={"enum": ["x", 1, None]}), [{"a": "x"}, {"a": 1}, {"a": None}], [{}]),
-    "a nullable type": (
-        properties(a={"type": ["string", "null"]}),
-        [{"a": "x"}, {"a": None}],
-        [{"a": 1}],
-    ),
-    "optional properties": (
-        properties(["b"], a=S, b=S, c=S),
-        [{"b": ""}, {"a": "", "b": ""}, {"b": "", "c": ""}],
-        [{}, {"a": ""}],
-    ),
-    "lists": (
-        properties(a={"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}),
-        [{"a": [1]}, {"a": [1, 2]}],
-        [{"a": []}, {"a": [1, 2, 3]}, {"a": ["1"]}],
-    ),
-    "recursion": (
-        {
-            **properties(tree={"$ref": "#/$defs/Node"}),
-            "$defs": {
-                "Node": properties(
-                    v=S, next={"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
-                )
-            },
-        },
-        [{"tree": {"v": "a", "next": {"v": "b", "next": None}}}],
-        [{"tree": {"v": "a", "next": {}}}],
-    ),
-    "names that are keywords": (
-        properties(None, **dict.fromkeys(KEYWORDS, S)),
-        [dict.fromkeys(KEYWORDS, "x")],
-        [{"default": "x"}],
-    ),
-    "maps": (
-        properties(m={"type": "object", "additionalProperties": {"type": "integer"}}),
-        [{"m": {}}, {"m": {"a": 1, "b": 2}}],
-        [{"m": {"a": "1"}}],
-    ),
-    # Nothing listed at the top, but not nothing: these must not be closed.
-    "anyOf at the top": (
-        {"type": "object", "anyOf": [properties(a=S), properties(b=S)]},
-        [{"a": ""}, {"b": ""}],
-        [{}, {"a": 1}],
-    ),
-    "a reference at the top": (
-        {"$ref": "#/$defs/Arguments", "$defs": {"Arguments": properties(a=S)}},
-        [{"a": ""}],
-        [{}],
-    ),
-    "a required property that is not listed": ({"required": ["a"]}, [{"a": 1}], [{}]),
-    "a required property that is not among the listed": (
-        properties(["a", "b"], a=S),
-        [{"a": "", "b": 1}],
-        [{"a": ""}],
-    ),
-    "a least number of properties": ({"minProperties": 1}, [{"a": 1}], [{}]),
-    # Several schemas for one value: narrowing each by itself would leave nothing.
-    "properties beside anyOf": (
-        {**properties(a=S), "anyOf": [properties(b=S), properties(c=S)]},
-        [{"a": "", "b": ""}, {"a": "", "c": ""}],
-        [{"a": ""}],
-    ),
-    "allOf": (
-        {
-            **properties(o={"allOf": [{"$ref": "#/$defs/A"}, properties(b=S)]}),
-            "$defs": {"A": properties(a=S)},
-        },
-        [{"o": {"a": "", "b": ""}}],
-        [{"o": {"a": ""}}, {"o": {"b": ""}}],
-    ),
-    "properties beside a reference": (
-        {
-            **properties(o={"$ref": "#/$defs/A", **properties(b=S)}),
-            "$defs": {"A": properties(a=S)},
-        },
-        [{"o": {"a": "", "b": ""}}],
-        [{"o": {"a": ""}}],
-    ),
-    "two lengths for one string": (
-        properties(a={"type": "string", "anyOf": [{"minLength": 70}]}),
-        [{"a": "x" * 70}],
-        [{"a": "x"}],
-    ),
-}
-
-
-@pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize(("schema", "valid", "invalid"), SCHEMAS.values(), ids=SCHEMAS)
-def test_arguments_are_admitted_if_and_only_if_they_are_valid(
-    byte_compiler: GrammarCompiler, schema: Schema, valid: list[Any], invalid: list[Any],
-    forced: bool,
-) -> None:  # fmt: skip
-    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
-
-    for arguments in valid:
-        assert validator.is_valid(arguments)
-        assert admits_arguments(byte_compiler, schema, json.dumps(arguments), forced=forced)
-    for arguments in invalid:
-        assert not validator.is_valid(arguments)
-        assert not admits_arguments(byte_compiler, schema, json.dumps(arguments), forced=forced)
-
-
-@pytest.mark.parametrize(("schema", "valid", "invalid"), SCHEMAS.values(), ids=SCHEMAS)
-def test_a_schema_that_can_be_compiled_passes_the_check(
-    byte_compiler: GrammarCompiler, schema: Schema, valid: list[Any], invalid: list[Any]
-) -> None:
-    byte_compiler.check(FunctionTool("f", None, schema))
-
-
-@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, properties()])
-@pytest.mark.parametrize("forced", [False, True])
-def test_a_function_that_declares_nothing_takes_nothing(
-    byte_compiler: GrammarCompiler, parameters: Schema | None, forced: bool
-) -> None:
-    assert admits_arguments(byte_compiler, parameters, "{}", forced=forced)
-    assert not admits_arguments(byte_compiler, parameters, '{"a": 1}', forced=forced)
-
-
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        (properties(a={"not": S}), 'Unimplemented keys: ["not"]'),
-        (properties(a={"$ref": "#/$defs/A"}), "'/$defs/A' does not exist"),
-        (properties(a={"type": "string", "pattern": "(?=a)b"}), "look-ahead and look-behind"),
-        (properties(a={"type": "string", "pattern": "("}), "unclosed group"),
-        (properties(a={"type": "text"}), "text"),
-        (properties(a={"type": "string", "minLength": None}), "minLength"),
-        (properties(a={"type": "string", "minLength": "1"}), "minLength"),
-        (properties(a=False), "'a' is unsatisfiable"),
-        ({"properties": ["a"]}, "properties must be an object"),
-        ({**properties(a=S), "required": [["a"]]}, "required"),
-        # Not the same value is forbidden when strings and objects are bounded, so it is looked at
-        # both ways.
-        (properties(a={"oneOf": [properties(a=S), properties(a=S, b=S)]}), "oneOf"),
-    ],
-)
-def test_a_schema_that_cannot_be_compiled_is_an_error_that_says_why_in_one_line(
-    byte_compiler: GrammarCompiler, schema: Schema, reason: str
-) -> None:
-    with pytest.raises(GrammarError) as caught:
-        byte_compiler.check(FunctionTool("f", None, schema))
-
-    message = str(caught.value)
-    assert reason in message
-    assert "\n" not in message
-    assert "tool_call" not in message  # nothing of our own grammar
-    assert not message.startswith("at ")
-
-
-def test_names_that_may_be_any_string_are_a_remark(byte_compiler: GrammarCompiler) -> None:
-    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": S}
-
-    byte_compiler.check(FunctionTool("f", None, properties(a=record)))
-
-
-@pytest.mark.parametrize("name", ["zip", "uri-reference", "password"])
-def test_a_format_that_nobody_defines_is_a_remark(
-    byte_compiler: GrammarCompiler, name: str
-) -> None:
-    schema = properties(a={"type": "string", "format": name})
-
-    byte_compiler.check(FunctionTool("f", None, schema))
 
 
 # --- Compiling once ------------------------------------------------------------------------------
@@ -703,23 +541,44 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return grammars
 
 
+def strict(tool: CallableTool) -> CallableTool:
+    """Return ``tool`` as one that is not tried before it is compiled with others."""
+    if isinstance(tool, FunctionTool):
+        return msgspec.structs.replace(tool, strict=True)
+    return tool
+
+
 def test_equal_constraints_are_compiled_once(compiled: list[str]) -> None:
     compiler = GrammarCompiler(BYTE_LEVEL)
 
     for _ in range(3):
-        compiler.matcher(ToolConstraint((WEATHER,), 1))
-        compiler.matcher(ToolConstraint((FunctionTool("g"),), 1))
+        compiler.matcher(Constraint((strict(WEATHER),), 1))
+        compiler.matcher(Constraint((FunctionTool("g"),), 1))
 
     assert len(compiled) == 2
+
+
+def test_a_schema_that_cannot_be_enforced_is_tried_once(compiled: list[str]) -> None:
+    compiler = GrammarCompiler(BYTE_LEVEL)
+    function = FunctionTool("f", None, {"properties": {"a": {"not": {"type": "string"}}}})
+    constraint = Constraint((function, WEATHER))
+    compiler.matcher(constraint)
+    before = len(compiled)
+
+    compiler.matcher(constraint)
+
+    assert len(compiled) == before
 
 
 def test_different_constraints_are_compiled_apart(compiled: list[str]) -> None:
     compiler = GrammarCompiler(BYTE_LEVEL)
 
     for constraint in CONSTRAINTS.values():
-        compiler.matcher(constraint)
+        tools = tuple(map(strict, constraint.tools))
+        compiler.matcher(replace(constraint, tools=tools))
 
-    assert len(set(compiled)) == len(compiled) == len(CONSTRAINTS)
+    # To forced calls a schema makes no difference, nor do tools that may not be called to a schema.
+    assert len(set(compiled)) == len(compiled) == len(CONSTRAINTS) - 2
 
 
 def test_a_check_is_compiled_once(compiled: list[str]) -> None:
@@ -756,7 +615,7 @@ def test_masks_are_values(byte_compiler: GrammarCompiler) -> None:
 # --- Bounds on the strings of forced calls -------------------------------------------------------
 
 
-def longest_city(compiler: GrammarCompiler, constraint: ToolConstraint, character: str) -> int:
+def longest_city(compiler: GrammarCompiler, constraint: Constraint, character: str) -> int:
     """Return how many times ``character`` may be repeated in a string, up to 100 times."""
     matcher = new_matcher(compiler, constraint)
     head = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
@@ -767,16 +626,35 @@ def longest_city(compiler: GrammarCompiler, constraint: ToolConstraint, characte
 @pytest.mark.parametrize("constraint", [REQUIRED, NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("character", ["x", "é", "🎉"])
 def test_strings_of_forced_calls_end_after_64_characters(
-    byte_compiler: GrammarCompiler, constraint: ToolConstraint, character: str
+    byte_compiler: GrammarCompiler, constraint: Constraint, character: str
 ) -> None:
     assert longest_city(byte_compiler, constraint, character) == 64
 
 
 @pytest.mark.parametrize("constraint", [AUTO, AT_MOST_ONE], ids=["auto", "at most one"])
 def test_strings_of_calls_that_the_model_chose_to_make_are_not_bounded(
-    byte_compiler: GrammarCompiler, constraint: ToolConstraint
+    byte_compiler: GrammarCompiler, constraint: Constraint
 ) -> None:
     assert longest_city(byte_compiler, constraint, "x") == 100
+
+
+def longest_input(compiler: GrammarCompiler, constraint: Constraint) -> int:
+    """Return how many characters an input may have, up to 100."""
+    matcher = new_matcher(compiler, constraint)
+    left = refused(matcher, '<tool_call>\n{"name": "say"}\n' + "🎉" * 100)
+    return 100 - left.count("🎉")
+
+
+def test_inputs_of_forced_calls_end_after_64_characters(byte_compiler: GrammarCompiler) -> None:
+    assert longest_input(byte_compiler, Constraint((SAY,), min_calls=1)) == 64
+    assert longest_input(byte_compiler, Constraint((SAY,))) == 100
+    assert longest_input(GrammarCompiler(BYTE_LEVEL, 0), Constraint((SAY,), 1)) == 100
+
+
+def test_strings_of_messages_are_not_bounded(byte_compiler: GrammarCompiler) -> None:
+    city = f'{{"city": "{"x" * 100}"}}'
+
+    assert admits_text(byte_compiler, Constraint(text_format=CITY), city)
 
 
 def test_the_bound_can_be_set_and_lifted() -> None:
@@ -785,189 +663,8 @@ def test_the_bound_can_be_set_and_lifted() -> None:
 
 
 def test_a_bound_of_the_schema_counts_instead() -> None:
-    city = properties(city={"type": "string", "maxLength": 80})
-    constraint = ToolConstraint((FunctionTool("get_weather", None, city),), 1)
+    city = {"type": "string", "maxLength": 80}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    constraint = Constraint((FunctionTool("get_weather", None, schema),), 1)
 
     assert longest_city(GrammarCompiler(BYTE_LEVEL), constraint, "x") == 80
-
-
-@pytest.mark.parametrize(
-    ("schema", "bounded"),
-    [
-        (S, {**S, "maxLength": 9}),
-        ({"type": ["string", "null"]}, {"type": ["string", "null"], "maxLength": 9}),
-        ({**S, "minLength": 3}, {**S, "minLength": 3, "maxLength": 9}),
-        ({**S, "minLength": 12}, {**S, "minLength": 12, "maxLength": 12}),
-        (
-            {"type": "array", "items": S},
-            {"type": "array", "items": {**S, "maxLength": 9}},
-        ),
-        (
-            {"type": "array", "prefixItems": [S, True]},
-            {"type": "array", "prefixItems": [{**S, "maxLength": 9}, True]},
-        ),
-        (
-            {"anyOf": [S, {"type": "null"}]},
-            {"anyOf": [{**S, "maxLength": 9}, {"type": "null"}]},
-        ),
-        (
-            properties(a=properties(b=S)),
-            {
-                **properties(
-                    a={**properties(b={**S, "maxLength": 9}), "additionalProperties": False}
-                ),
-                "additionalProperties": False,
-            },
-        ),
-        (
-            {"$ref": "#/$defs/A", "$defs": {"A": S}},
-            {"$ref": "#/$defs/A", "$defs": {"A": {**S, "maxLength": 9}}},
-        ),
-        (
-            {"type": "object", "additionalProperties": S},
-            {"type": "object", "additionalProperties": {**S, "maxLength": 9}},
-        ),
-    ],
-)
-def test_open_ended_strings_are_bounded_wherever_they_are(schema: Schema, bounded: Schema) -> None:
-    assert bound_strings(schema, 9) == bounded
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {**S, "maxLength": 100},
-        {**S, "enum": ["a rather long string", "b"]},
-        {**S, "pattern": "^a*$"},
-        {**S, "format": "date-time"},
-        {"const": "a rather long string"},
-        {"type": "integer"},
-        True,
-        {},
-        {"type": "object"},
-        {**properties(a={"type": "null"}), "additionalProperties": {"type": "null"}},
-        {"type": "object", "default": S, "examples": [S], "enum": [{"type": "string"}]},
-    ],
-)
-def test_what_is_bounded_already_or_no_string_stays_as_it_is(schema: Any) -> None:
-    assert bound_strings(schema, 9) == schema
-
-
-def test_properties_that_are_named_like_keywords_are_bounded_like_others() -> None:
-    schema = properties(None, **dict.fromkeys(KEYWORDS, S))
-
-    bounded = bound_strings(schema, 9)
-
-    assert bounded["properties"] == {name: {**S, "maxLength": 9} for name in KEYWORDS}
-
-
-def test_bounding_changes_nothing_of_what_it_is_given() -> None:
-    schema = properties(a=properties(b=S))
-    before = json.dumps(schema)
-
-    bound_strings(schema, 9)
-
-    assert json.dumps(schema) == before
-
-
-# Schemas and values, small and alike enough that many of the values are valid.
-NAMES = st.sampled_from(["a", "b", "type", "default"])
-LEAVES: list[Schema] = [
-    S,
-    {**S, "minLength": 2},
-    {**S, "minLength": 6},
-    {**S, "maxLength": 5},
-    {**S, "enum": ["xxxxx", "b"]},
-    {**S, "pattern": "^x*$"},
-    {"const": "xxxxx"},
-    {"type": ["string", "null"]},
-    {"type": "integer"},
-    {},
-    {"$ref": "#/$defs/A"},
-    {"$ref": "#/$defs/B"},
-]
-
-
-@st.composite
-def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
-    schema: Schema = {"type": "object", "properties": draw(st.dictionaries(NAMES, inner))}
-    schema |= draw(st.fixed_dictionaries({}, optional={"required": st.lists(NAMES, unique=True)}))
-    return schema | draw(
-        st.fixed_dictionaries({}, optional={"additionalProperties": st.booleans() | inner})
-    )
-
-
-def larger(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
-    some = st.lists(inner, min_size=1, max_size=2)
-    return (
-        objects(inner)
-        | st.builds(lambda items: {"type": "array", "items": items}, inner)
-        | st.builds(lambda branches: {"anyOf": branches}, some)
-        | st.builds(lambda branches: {"allOf": branches}, some)
-        | st.builds(lambda one, branches: {**one, "anyOf": branches}, objects(inner), some)
-        | st.builds(lambda one, other: {**one, **other}, objects(inner), inner)
-    )
-
-
-SUBSCHEMAS = st.recursive(st.sampled_from(LEAVES), larger, max_leaves=5)
-WHOLE_SCHEMAS = st.builds(
-    lambda top, a, b: {**top, "$defs": {"A": a, "B": b}},
-    objects(SUBSCHEMAS),
-    # A definition that refers to a definition might refer to itself alone and mean nothing.
-    objects(st.sampled_from(LEAVES[:-2])),
-    st.sampled_from(LEAVES[:-2]),
-)
-VALUES = st.recursive(
-    st.sampled_from(["", "x", "xx", "xxx", "xxxxx", "xxxxxx", "xxxxxxx", "b", 1, None]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(schema=WHOLE_SCHEMAS, values=st.lists(VALUES, min_size=5, max_size=10))
-def test_a_bounded_schema_admits_only_what_the_original_admits(
-    schema: Schema, values: list[Any]
-) -> None:
-    original, bounded = map(Draft202012Validator, (schema, bound_strings(schema, 3)))
-
-    for value in values:
-        assert original.is_valid(value) or not bounded.is_valid(value)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(schema=WHOLE_SCHEMAS)
-def test_a_schema_that_compiles_also_compiles_bounded(schema: Schema) -> None:
-    function = FunctionTool("f", None, schema)
-    compiler = GrammarCompiler(BYTE_LEVEL, max_forced_string=3)
-    try:
-        compiler.matcher(ToolConstraint((function,)))
-    except GrammarError:
-        return
-
-    assert compiler.matcher(ToolConstraint((function,), 1)) is not None
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [{"enum": ["<|im_end|>"]}, {"const": "a <|im_end|> b"}, {"pattern": r"^<\|im_end\|>$"}],
-    ids=["enum", "const", "pattern"],
-)
-def test_a_control_string_in_a_schema_is_spelled_out_as_text(schema: Schema) -> None:
-    compiler = GrammarCompiler(smollm2_tokenizer())
-    function = FunctionTool("f", None, properties(a={"type": "string", **schema}))
-    value = schema.get("const", "<|im_end|>")
-    text = call_text("f", json.dumps({"a": value}))
-    tokenizer = smollm2_tokenizer()
-    matcher = compiler.matcher(ToolConstraint((function,), 1, 1))
-    assert matcher is not None
-
-    for token_id in tokenizer.encode_text(text):
-        mask = matcher.mask()
-        assert mask[token_id]
-        assert not any(mask[control] for control in tokenizer.added_tokens.values())
-        matcher.accept(token_id)
-
-    assert all(matcher.mask()[stop] for stop in tokenizer.stop_ids)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from protocol.items import FunctionCall, Message
+from protocol.items import CallOutput, FunctionCall, Message
 from sampler.chat_template import ChatMLFormat, TemplateFormat
 from sampler.conversation import Conversation
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
@@ -193,9 +193,11 @@ def test_a_template_that_knows_tools_is_used(new_model: NewModel) -> None:
     model = load_model(new_model(template=WITH_TOOLS), device="cpu")
 
     assert isinstance(model.chat_format, TemplateFormat)
-    ids = model.chat_format.prompt_ids(Conversation([Message("user", "Hi.")], functions=[WEATHER]))
+    ids = model.chat_format.prompt_ids(Conversation([Message("user", "Hi.")], tools=[WEATHER]))
     assert text_of(model, ids).startswith('<|im_start|>system\n[{"type": "function"')
-    suffix = model.chat_format.suffix_ids([FunctionCall("call_1", "f", "{}")], ["4"])
+    suffix = model.chat_format.suffix_ids(
+        [FunctionCall("call_1", "f", "{}")], [CallOutput("call_1", "4")]
+    )
     assert text_of(model, suffix) == ("\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -232,9 +234,80 @@ def test_where_calls_are_not_known_tools_are_told_in_the_prompt_and_the_log_says
 
     assert isinstance(model.chat_format, TemplateFormat)
     assert "told in the prompt" in caplog.text
-    ids = model.chat_format.prompt_ids(Conversation([Message("user", "Hi.")], functions=[WEATHER]))
+    ids = model.chat_format.prompt_ids(Conversation([Message("user", "Hi.")], tools=[WEATHER]))
     assert "get_weather(city: string)" in text_of(model, ids)
     assert "[user] Hi.</s>" in text_of(model, ids)
+
+
+# Qwen 3 has a switch for thoughts, QwQ always opens them.
+SWITCHED = WITH_TOOLS.replace(
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is defined %}"
+    "{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}{% endif %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("switch", "opening"), [(None, ""), (True, "<think>\n"), (False, "<think>\n\n</think>\n\n")]
+)
+def test_a_template_is_told_whether_to_think_where_a_client_says_so(
+    new_model: NewModel, switch: bool | None, opening: str
+) -> None:
+    model = load_model(new_model(template=SWITCHED), device="cpu")
+
+    ids = model.chat_format.prompt_ids(
+        Conversation([Message("user", "Hi.")], enable_thinking=switch)
+    )
+
+    assert text_of(model, ids).endswith(f"<|im_start|>assistant\n{opening}")
+    assert model.chat_format.opens_thinking(ids) == (switch is True)
+
+
+def byte_tokenizer_with(*words: str) -> FastTokenizer:
+    fast = byte_tokenizer()
+    fast.add_tokens(list(words))
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "thinks"),
+    [
+        (CHATML, [], False),
+        (WITH_TOOLS, [], False),
+        (CHATML, ["<think>", "</think>"], True),
+        (WITH_TOOLS, ["<think>", "</think>"], True),
+        (SWITCHED, [], True),
+        (SWITCHED.replace("tool_call>", "function_call>"), [], True),
+    ],
+)
+def test_a_model_thinks_if_its_vocabulary_or_its_template_has_a_word_for_it(
+    new_model: NewModel, template: str, words: list[str], thinks: bool
+) -> None:
+    directory = new_model(template=template, fast=byte_tokenizer_with(*words))
+
+    assert load_model(directory, device="cpu").chat_format.thinks is thinks
+
+
+def test_chatml_that_knows_of_thoughts_is_not_written_by_hand(new_model: NewModel) -> None:
+    template = SWITCHED.replace("tool_call>", "function_call>")
+
+    model = load_model(new_model(template=template), device="cpu")
+
+    assert isinstance(model.chat_format, TemplateFormat)
+    conversation = Conversation([Message("user", "Hi.")], tools=[WEATHER], enable_thinking=False)
+    text = text_of(model, model.chat_format.prompt_ids(conversation))
+    assert "get_weather(city: string)" in text
+    assert text.endswith("</think>\n\n")
+
+
+def test_the_end_of_a_turn_is_what_the_template_ends_one_with(new_model: NewModel) -> None:
+    template = WITH_TOOLS.replace("<|im_end|>", "<|endoftext|>")
+
+    model = load_model(new_model(template=template), device="cpu")
+
+    assert model.tokenizer.stop_ids == {END_OF_TEXT, IM_END}
+    assert model.chat_format.end_of_turn == END_OF_TEXT
 
 
 # --- Devices and dtypes --------------------------------------------------------------------------

@@ -1,33 +1,29 @@
-"""The runner is checked against one forward pass of the same model without any cache.
-
-The models are tiny and of random weights, but their code and their caches are real. Weights are
-made larger than they are initialised, because a model whose attention is all but even would not
-notice what its cache has lost.
-"""
+"""The runner is checked against one forward pass of the same model without any cache."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    cache_utils,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, cache_utils
 
 from sampler.kv_cache import KVCache
 from sampler.model_runner import ModelRunner
-from tests.sampler.runs import one_torch_thread
+from tests.sampler.families import (
+    DIMENSIONS,
+    FAMILIES,
+    IDS,
+    TOLERANCE,
+    UNFIT_FAMILIES,
+    WINDOW,
+    distance,
+    family,
+    tiny_llama,
+    without_cache,
+)
 
-TOLERANCE = 1e-4
-WINDOW = 8
-IDS = torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 # Pieces as a run makes them: a prompt in chunks, single tokens, a pending token and its suffix.
 # They lie before the end of a window, across it, and beyond it.
 CUTS = {
@@ -36,112 +32,11 @@ CUTS = {
     "one by one": list(range(1, 40)),
 }
 
-DIMENSIONS: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-MAMBA_1: dict[str, Any] = {"mamba_d_state": 8, "num_experts": 1}
-MAMBA_2: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-}
-DELTA_NET: dict[str, Any] = {
-    "head_dim": 8,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    # Sliding windows, alone and beside full attention.
-    "Mistral": {"sliding_window": WINDOW},
-    "Gemma2": {"sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8},
-    "Gemma3Text": {
-        "sliding_window": WINDOW,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "Qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    # Convolutions, linear attention and state spaces beside full attention.
-    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "Qwen3_5Text": DELTA_NET,
-    "GraniteMoeHybrid": {
-        **MAMBA_2,
-        "layer_types": ["mamba", "attention"],
-        "num_local_experts": 0,
-        "shared_intermediate_size": 32,
-    },
-    "FalconH1": {**MAMBA_2, "mamba_d_ssm": 64},
-    "Bamba": {**MAMBA_2, "attn_layer_indices": [1]},
-    # Nothing but state spaces.
-    "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
-}
-UNFIT_FAMILIES: dict[str, dict[str, Any]] = {
-    # The scan of Mamba 1 begins with an empty state whenever it is given more than one token.
-    "Jamba": {**MAMBA_1, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "Mamba": {"state_size": 8},
-    # Models that keep their state elsewhere, and take no notice of a cache.
-    "RecurrentGemma": {
-        "num_hidden_layers": 3,
-        "head_dim": 8,
-        "lru_width": 32,
-        "attention_window_size": WINDOW,
-    },
-    "Rwkv": {},
-}
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
-
-
-def family(name: str, options: dict[str, Any]) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**DIMENSIONS, **options})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    model.train(False)
-    with torch.no_grad():
-        for weights in model.parameters():
-            if weights.dim() > 1:
-                weights.mul_(8)
-    return model
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**DIMENSIONS))
-
 
 def extend_in_pieces(runner: ModelRunner, cache: KVCache, cuts: Sequence[int]) -> Tensor:
     edges = [0, *cuts, len(IDS)]
     pieces = [IDS[start:stop] for start, stop in itertools.pairwise(edges)]
     return [runner.extend(piece, cache) for piece in pieces][-1]
-
-
-def without_cache(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1]
-    return logits
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return (one - other).abs().max().item()
 
 
 # --- One run at a time ---------------------------------------------------------------------------
@@ -229,6 +124,18 @@ def test_a_pass_that_fails_is_not_counted() -> None:
     assert cache.num_tokens == 0
     assert runner.counters.tokens_forwarded == 0
     assert runner.counters.forward_passes == 0
+
+
+def test_a_cache_on_which_a_pass_has_failed_is_broken() -> None:
+    runner = ModelRunner(tiny_llama())
+    whole, broken = runner.new_cache(), runner.new_cache()
+    runner.extend(IDS[:7], whole)
+
+    with pytest.raises(IndexError):
+        runner.extend([10_000], broken)
+
+    assert not whole.is_broken
+    assert broken.is_broken
 
 
 class WatchedLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]

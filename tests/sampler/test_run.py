@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 
 from protocol.transitions import InvalidTransitionError
-from sampler.params import SamplingParams, ToolConstraint
+from sampler.params import Constraint, SamplingParams
 from sampler.run import TRANSITIONS, Origin, Run, RunEvent, RunState, Segment, Span, TokenLog
 
 WAY_TO: dict[RunState, list[RunEvent]] = {
@@ -20,7 +20,7 @@ FINISHED = {RunState.COMPLETED, RunState.INCOMPLETE, RunState.FAILED, RunState.C
 
 
 def new_run() -> Run:
-    return Run("run", SamplingParams(), ToolConstraint())
+    return Run("run", SamplingParams(), Constraint())
 
 
 def run_in(state: RunState) -> Run:
@@ -176,6 +176,20 @@ def test_a_log_takes_any_iterable_once() -> None:
 
     assert log.ids == (1, 2, 3)
     assert log.spans[-1] == Span(1, 3, Origin.SAMPLED)
+
+
+def test_what_a_segment_has_sampled_follows_what_it_was_given() -> None:
+    run = new_run()
+    run.tokens.append([1, 2, 3], Origin.PROMPT)
+    run.segments.append(Segment(3, 0, requested_at=0.0))
+    before = run.sampled_in_segment()
+    run.tokens.append([4, 5], Origin.SAMPLED)
+    first = run.sampled_in_segment()
+    run.tokens.append([6, 7], Origin.APPENDED)
+    run.segments.append(Segment(7, 4, requested_at=0.0))
+    run.tokens.append([8], Origin.SAMPLED)
+
+    assert (before, first, run.sampled_in_segment()) == ([], [4, 5], [8])
 
 
 # --- Forward accounting --------------------------------------------------------------------------

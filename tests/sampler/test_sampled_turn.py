@@ -3,12 +3,23 @@ from collections.abc import Sequence
 
 import pytest
 
-from protocol.items import FunctionCall
+from protocol.items import CustomToolCall, FunctionCall
+from protocol.output_items import Logprob, TopLogprob
+from sampler import conversation
 from sampler.detokenizer import Detokenizer
-from sampler.outputs import ArgumentsDelta, CallDone, CallStarted, TextDelta
+from sampler.outputs import (
+    ArgumentsDelta,
+    CallDone,
+    CallStarted,
+    ReasoningDelta,
+    ReasoningDone,
+    TextDelta,
+)
 from sampler.sampled_turn import SampledTurn, TurnOutput, new_call_id
+from sampler.sampling import TokenLogprobs
 from sampler.tokenizer import Tokenizer
-from tests.tiny_model import END_OF_TEXT, IM_END, byte_tokenizer, call_text
+from tests.sampler.smollm2 import smollm2_tokenizer
+from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, byte_tokenizer, call_text
 
 TOKENIZER = Tokenizer(byte_tokenizer(), [END_OF_TEXT, IM_END])
 
@@ -16,8 +27,20 @@ OSLO = call_text("get_weather", '{"city": "Oslo"}')
 TIME = call_text("get_time", "{}")
 
 
-def new_turn(*, may_call: bool = True) -> SampledTurn:
-    return SampledTurn(Detokenizer(TOKENIZER), None, may_call=may_call)
+def new_turn(
+    tokenizer: Tokenizer = TOKENIZER,
+    *,
+    may_call: bool = True,
+    thinks: bool = False,
+    think_is_open: bool = False,
+) -> SampledTurn:
+    return SampledTurn(
+        Detokenizer(tokenizer),
+        None,
+        may_call=may_call,
+        thinks=thinks,
+        think_is_open=think_is_open,
+    )
 
 
 def feed(turn: SampledTurn, text: str) -> list[TurnOutput]:
@@ -29,6 +52,11 @@ def feed(turn: SampledTurn, text: str) -> list[TurnOutput]:
 
 def text_in(outputs: Sequence[TurnOutput]) -> str:
     return "".join(output.text for output in outputs if isinstance(output, TextDelta))
+
+
+def arguments_of(call: FunctionCall | CustomToolCall) -> str:
+    assert isinstance(call, FunctionCall)
+    return call.arguments
 
 
 def kinds(outputs: Sequence[TurnOutput]) -> list[str]:
@@ -68,7 +96,8 @@ def test_the_pieces_of_the_arguments_concatenate_to_those_of_the_call() -> None:
     outputs = feed(turn, call_text("f", arguments))
 
     deltas = [output.text for output in outputs if isinstance(output, ArgumentsDelta)]
-    assert "".join(deltas) == turn.calls[0].arguments == arguments
+    assert "".join(deltas) == arguments
+    assert [arguments_of(call) for call in turn.calls] == [arguments]
 
 
 def test_two_calls_come_in_the_order_sampled_with_ids_of_their_own() -> None:
@@ -79,7 +108,7 @@ def test_two_calls_come_in_the_order_sampled_with_ids_of_their_own() -> None:
     call = ["CallStarted", "ArgumentsDelta", "CallDone"]
     assert kinds(outputs) == ["TextDelta", *call, *call]
     assert [call.name for call in turn.calls] == ["get_weather", "get_time"]
-    assert turn.calls[1].arguments == "{}"
+    assert arguments_of(turn.calls[1]) == "{}"
     assert turn.calls[0].call_id != turn.calls[1].call_id
     assert text_in(outputs) == "Let me see.\n"
 
@@ -154,3 +183,212 @@ def test_a_body_that_is_no_call_is_text() -> None:
 
     assert text_in(outputs) == "<tool_call>\nget_weather()\n</tool_call>"
     assert turn.calls == []
+
+
+def patch_text(patch: str) -> str:
+    return conversation.call_text(CustomToolCall("", "apply_patch", patch))
+
+
+def test_a_call_of_a_free_form_tool_is_started_told_in_pieces_and_done() -> None:
+    turn = new_turn()
+
+    outputs = feed(turn, patch_text("+ é\n"))
+
+    started, *deltas, done = outputs
+    assert isinstance(started, CallStarted)
+    assert (started.name, started.is_custom) == ("apply_patch", True)
+    assert all(isinstance(delta, ArgumentsDelta) for delta in deltas)
+    call = CustomToolCall(started.call_id, "apply_patch", "+ é\n")
+    assert done == CallDone(call)
+    assert turn.calls == [call]
+
+
+def test_a_call_of_nothing_has_no_pieces() -> None:
+    outputs = feed(new_turn(), patch_text(""))
+
+    assert kinds(outputs) == ["CallStarted", "CallDone"]
+
+
+def test_an_input_that_the_budget_cuts_off_is_started_and_never_done() -> None:
+    turn = new_turn()
+
+    outputs = feed(turn, patch_text("+1\n+2").removesuffix("ool_call>"))
+
+    assert kinds(outputs) == ["CallStarted", "ArgumentsDelta"]
+    assert turn.calls == []
+    assert turn.is_in_call
+
+
+def test_a_call_knows_its_namespace_by_the_name_it_was_called_by() -> None:
+    turn = new_turn()
+    custom = conversation.call_text(CustomToolCall("", "exec", "x", "functions"))
+
+    outputs = feed(turn, f"{call_text('clock.now', '{}')}\n{custom}")
+
+    started = [output for output in outputs if isinstance(output, CallStarted)]
+    assert [call.name for call in started] == ["clock.now", "functions.exec"]
+    assert turn.calls == [
+        FunctionCall(started[0].call_id, "now", "{}", "clock"),
+        CustomToolCall(started[1].call_id, "exec", "x", "functions"),
+    ]
+
+
+# --- Thoughts ------------------------------------------------------------------------------------
+
+
+def test_thoughts_come_first_and_apart() -> None:
+    turn = new_turn(thinks=True)
+
+    outputs = feed(turn, f"<think>\nHm, 🎉.\n</think>\n\nHi.\n{OSLO}")
+
+    assert kinds(outputs)[:3] == ["ReasoningDelta", "ReasoningDone", "TextDelta"]
+    thoughts = [output.text for output in outputs if isinstance(output, ReasoningDelta)]
+    assert "".join(thoughts) == "Hm, 🎉."
+    assert text_in(outputs) == "Hi.\n"
+    assert len(turn.calls) == 1
+
+
+def test_thoughts_of_nothing_are_none() -> None:
+    outputs = feed(new_turn(thinks=True), "<think>\n\n</think>\n\nHi.")
+
+    assert kinds(outputs) == ["TextDelta"]
+
+
+def test_thoughts_that_the_budget_cuts_off_are_never_done() -> None:
+    outputs = feed(new_turn(thinks=True, may_call=False), "<think>\nHm")
+
+    assert kinds(outputs) == ["ReasoningDelta"]
+
+
+def test_the_last_thought_and_its_end_come_with_the_token_that_decides_them() -> None:
+    turn = new_turn(thinks=True, think_is_open=True)
+    before = [o for token_id in TOKENIZER.encode_text("Hm</think") for o in turn.feed(token_id)]
+    (last,) = TOKENIZER.encode_text(">")
+
+    assert kinds(before) == ["ReasoningDelta"]
+    assert turn.feed(last) == [ReasoningDone()]
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts"),
+    [
+        ("Hi <think>", ""),
+        ("<think>a</think>bc", "<think>a</think>"),
+        ("\n<think>\n\n</think>\n\nb", "\n<think>\n\n</think>"),
+        ("<think>a", "<think>a"),
+    ],
+)
+def test_tokens_of_thoughts_are_counted_with_their_markers(text: str, thoughts: str) -> None:
+    turn = new_turn(thinks=True)
+
+    for token_id in TOKENIZER.encode_text(text):
+        turn.feed(token_id)
+
+    assert turn.num_reasoning_tokens == len(thoughts)
+
+
+def test_tokens_of_thoughts_that_the_prompt_began_are_counted() -> None:
+    turn = new_turn(thinks=True, think_is_open=True)
+
+    feed(turn, "ab</think>c")
+
+    assert turn.num_reasoning_tokens == len("ab</think>")
+
+
+# --- Log-probabilities ---------------------------------------------------------------------------
+
+
+def feed_with_logprobs(turn: SampledTurn, ids: Sequence[int]) -> list[TurnOutput]:
+    """Feed ``ids``; the i-th has the log-probability -i."""
+    outputs = [
+        output
+        for i, token_id in enumerate(ids)
+        for output in turn.feed(token_id, TokenLogprobs(token_id, float(-i)))
+    ]
+    return [*outputs, *turn.flush()]
+
+
+def logprobs_in(outputs: Sequence[TurnOutput]) -> list[Logprob]:
+    return [one for o in outputs if isinstance(o, TextDelta) for one in o.logprobs]
+
+
+def test_a_token_of_text_has_its_logprobs_with_it() -> None:
+    (a, b) = TOKENIZER.encode_text("ab")
+    turn = new_turn()
+
+    outputs = turn.feed(a, TokenLogprobs(a, -0.5, ((a, -0.5), (b, -1.5), (IM_END, -2.0))))
+
+    top = (
+        TopLogprob("a", -0.5, (97,)),
+        TopLogprob("b", -1.5, (98,)),
+        TopLogprob("<|im_end|>", -2.0, ()),
+    )
+    assert outputs == [TextDelta("a", (Logprob("a", -0.5, (97,), top),))]
+
+
+def test_text_has_no_logprobs_unless_they_are_fed() -> None:
+    assert all(
+        not output.logprobs for output in feed(new_turn(), "a") if isinstance(output, TextDelta)
+    )
+
+
+@pytest.fixture(scope="module", params=["bytes", "smollm2"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return TOKENIZER if request.param == "bytes" else smollm2_tokenizer()
+
+
+@pytest.mark.parametrize("text", ["Hé 🎉 naïve", "a <tool b", "a <tool_call>b </tool", "日本🎉"])
+@pytest.mark.parametrize("may_call", [False, True])
+def test_the_bytes_of_the_tokens_are_those_of_the_text(
+    tokenizer: Tokenizer, text: str, may_call: bool
+) -> None:
+    turn = new_turn(tokenizer, may_call=may_call)
+    ids = tokenizer.encode_text(text)
+
+    outputs = feed_with_logprobs(turn, [*ids, IM_END])
+
+    logprobs = logprobs_in(outputs)
+    assert text_in(outputs) == text
+    assert b"".join(bytes(one.bytes) for one in logprobs) == text.encode()
+    assert [one.logprob for one in logprobs] == [float(-i) for i in range(len(ids))]
+
+
+def test_of_a_character_in_pieces_all_tokens_come_with_it() -> None:
+    outputs = feed_with_logprobs(new_turn(), TOKENIZER.encode_text("a🎉b"))
+
+    deltas = [output for output in outputs if isinstance(output, TextDelta)]
+    assert [(delta.text, len(delta.logprobs)) for delta in deltas] == [
+        ("a", 1),
+        ("🎉", 4),
+        ("b", 1),
+    ]
+    assert [one.token for one in deltas[1].logprobs] == ["�"] * 4
+
+
+def test_tokens_that_were_held_back_come_with_the_text_that_is_released() -> None:
+    outputs = feed_with_logprobs(new_turn(), TOKENIZER.encode_text("a<tool b"))
+
+    deltas = [output for output in outputs if isinstance(output, TextDelta)]
+    assert [(d.text, len(d.logprobs)) for d in deltas] == [("a", 1), ("<tool ", 6), ("b", 1)]
+
+
+def test_only_text_has_logprobs() -> None:
+    text = f"<think>\nHm.\n</think>\n\nHi.\n{OSLO}\n{patch_text('+1')}\nBye."
+
+    outputs = feed_with_logprobs(new_turn(thinks=True), TOKENIZER.encode_text(text))
+
+    assert text_in(outputs) == "Hi.\n\nBye."
+    assert "".join(one.token for one in logprobs_in(outputs)) == "Hi.\n\nBye."
+
+
+def test_the_end_of_the_turn_and_other_control_tokens_are_no_text() -> None:
+    outputs = feed_with_logprobs(new_turn(), [*TOKENIZER.encode_text("a"), IM_START, IM_END])
+
+    assert [one.token for one in logprobs_in(outputs)] == ["a"]
+
+
+def test_a_character_that_the_end_cuts_off_has_the_logprobs_of_its_pieces() -> None:
+    outputs = feed_with_logprobs(new_turn(), TOKENIZER.encode_text("a🎉")[:-1])
+
+    assert text_in(outputs) == "a�"
+    assert len(logprobs_in(outputs)) == 4

@@ -1,6 +1,7 @@
 import math
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sampler.params import SamplingParams
-from sampler.sampling import gumbel_noise, sample
+from sampler.sampling import Sampled, TokenLogprobs, gumbel_noise, sample
 
 PROBABILITIES = [0.05, 0.5, 0.15, 0.3]
 LARGEST_SEED = 2**63 - 1
@@ -33,7 +34,17 @@ def allow(*token_ids: int, size: int = 4) -> np.ndarray:
 def tokens(
     logits: Tensor, params: SamplingParams, mask: np.ndarray | None = None, positions: int = 300
 ) -> list[int]:
-    return [sample(logits, params, position, mask) for position in range(positions)]
+    return [token_at(logits, params, position, mask) for position in range(positions)]
+
+
+def token_at(
+    logits: Tensor,
+    params: SamplingParams,
+    position: int = 0,
+    mask: np.ndarray | None = None,
+    counts: Mapping[int, int] | None = None,
+) -> int:
+    return sample(logits, params, position, mask, counts).token_id
 
 
 # --- Greedy --------------------------------------------------------------------------------------
@@ -50,7 +61,7 @@ def test_greedy_sampling_reads_neither_seed_nor_top_p() -> None:
 
     params = SamplingParams(temperature=0, top_p=0.1, seed=7)
 
-    assert sample(logits, params, 0) == sample(logits, GREEDY, 0)
+    assert token_at(logits, params) == token_at(logits, GREEDY)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-40, 5e-324])
@@ -75,11 +86,11 @@ def test_a_token_does_not_depend_on_what_was_sampled_before() -> None:
     logits, params = random_logits(), SamplingParams(seed=3)
     in_order = tokens(logits, params, positions=50)
 
-    backwards = [sample(logits, params, position) for position in reversed(range(50))]
+    backwards = [token_at(logits, params, position) for position in reversed(range(50))]
     between_others = []
     for position in range(50):
         tokens(-logits, SamplingParams(temperature=2, seed=position), positions=position % 3)
-        between_others.append(sample(logits, params, position))
+        between_others.append(token_at(logits, params, position))
 
     assert backwards[::-1] == in_order
     assert between_others == in_order
@@ -119,7 +130,8 @@ def test_sampling_leaves_the_logits_as_they_were() -> None:
     logits = random_logits()
     before = logits.clone()
 
-    sample(logits, SamplingParams(temperature=0.5, top_p=0.5), 0, allow(1, 2, 3, size=64))
+    params = SamplingParams(0.5, 0.5, top_logprobs=3, presence_penalty=1, frequency_penalty=1)
+    sample(logits, params, 0, allow(1, 2, 3, size=64), {1: 2})
 
     assert torch.equal(logits, before)
 
@@ -185,7 +197,7 @@ def test_frequencies_over_positions_follow_the_softmax(temperature: float) -> No
 def test_frequencies_over_seeds_follow_the_softmax() -> None:
     logits = random_logits(8)
 
-    drawn = [sample(logits, SamplingParams(seed=seed), 17) for seed in range(1500)]
+    drawn = [token_at(logits, SamplingParams(seed=seed), 17) for seed in range(1500)]
 
     assert chi_square(drawn, torch.softmax(logits, dim=-1)) < CRITICAL_7
 
@@ -278,3 +290,131 @@ def test_a_mask_that_allows_all_changes_nothing() -> None:
     masked = tokens(logits, params, np.ones(64, dtype=bool), positions=50)
 
     assert masked == tokens(logits, params, positions=50)
+
+
+# --- Penalties -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("presence", "frequency", "counts", "token"),
+    [
+        (0.0, 0.0, {1: 100}, 1),
+        (0.5, 0.0, {}, 1),
+        (0.4, 0.0, {1: 100}, 1),
+        (0.6, 0.0, {1: 1}, 3),
+        (0.6, 0.0, {1: 1, 3: 1}, 1),
+        (0.0, 0.3, {1: 1}, 1),
+        (0.0, 0.3, {1: 2}, 3),
+        (0.0, 0.3, {1: 2, 3: 1}, 1),
+        (0.0, 0.3, {1: 3, 3: 1}, 3),
+        (0.0, 0.3, {1: 2, 3: 2}, 1),
+        (0.3, 0.3, {1: 1}, 3),
+        (-0.6, 0.0, {3: 1}, 3),
+        (0.0, -0.3, {3: 2}, 3),
+    ],
+)
+def test_penalties_are_taken_off_the_logits_of_what_was_sampled(
+    presence: float, frequency: float, counts: dict[int, int], token: int
+) -> None:
+    logits = torch.tensor([-5.0, 1.0, -5.0, 0.5])
+    params = SamplingParams(0, presence_penalty=presence, frequency_penalty=frequency)
+
+    assert token_at(logits, params, counts=counts) == token
+
+
+def test_penalties_come_before_the_temperature() -> None:
+    logits = torch.tensor([-50.0, 1.0, -50.0, 0.5])
+    params = SamplingParams(0.01, presence_penalty=0.6)
+
+    drawn = {token_at(logits, params, position, counts={1: 1}) for position in range(50)}
+
+    assert drawn == {3}
+
+
+def test_a_token_that_is_forbidden_stays_so_whatever_the_penalties() -> None:
+    logits = torch.tensor([0.0, 10.0, 0.0, 0.0])
+    params = SamplingParams(presence_penalty=-2, frequency_penalty=-2)
+
+    drawn = {token_at(logits, params, p, allow(0, 2), {1: 1000}) for p in range(50)}
+
+    assert drawn == {0, 2}
+
+
+def test_without_penalties_it_makes_no_difference_what_was_sampled() -> None:
+    logits, params = random_logits(), SamplingParams(seed=3)
+
+    drawn = [token_at(logits, params, p, counts={p % 64: p}) for p in range(1, 50)]
+
+    assert drawn == [token_at(logits, params, p) for p in range(1, 50)]
+
+
+def test_a_token_is_the_same_however_its_counts_are_ordered() -> None:
+    logits = random_logits()
+    params = SamplingParams(seed=3, presence_penalty=0.5, frequency_penalty=0.3)
+    counts = {token: 1 + token % 3 for token in range(20)}
+    backwards = dict(reversed(counts.items()))
+
+    one, other = (
+        [token_at(logits, params, p, None, c) for p in range(50)] for c in (counts, backwards)
+    )
+
+    assert one == other
+
+
+# --- Log-probabilities ---------------------------------------------------------------------------
+
+
+def test_log_probabilities_come_only_if_they_are_asked_for() -> None:
+    assert sample(logits_of(PROBABILITIES), GREEDY, 0) == Sampled(1)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_log_probabilities_are_those_of_the_token_and_of_the_likeliest(num_top: int) -> None:
+    params = SamplingParams(0, top_logprobs=num_top)
+
+    logprobs = sample(logits_of(PROBABILITIES), params, 0).logprobs
+
+    assert logprobs is not None
+    assert logprobs.token_id == 1
+    assert logprobs.logprob == pytest.approx(math.log(0.5))
+    assert [token for token, _ in logprobs.top] == [1, 3, 2][:num_top]
+    expected = [math.log(p) for p in (0.5, 0.3, 0.15)][:num_top]
+    assert [value for _, value in logprobs.top] == pytest.approx(expected)
+
+
+def test_log_probabilities_are_the_models_own_whatever_steers_sampling() -> None:
+    params = SamplingParams(0.1, 0.1, top_logprobs=2, presence_penalty=2, frequency_penalty=2)
+
+    logprobs = sample(logits_of(PROBABILITIES), params, 0, allow(0), {0: 9, 1: 9}).logprobs
+
+    assert logprobs is not None
+    assert logprobs.token_id == 0
+    assert logprobs.logprob == pytest.approx(math.log(0.05))
+    assert [token for token, _ in logprobs.top] == [1, 3]
+    assert [value for _, value in logprobs.top] == pytest.approx([math.log(0.5), math.log(0.3)])
+
+
+def test_a_token_is_the_same_with_and_without_log_probabilities() -> None:
+    logits = random_logits()
+
+    plain, told = (
+        tokens(logits, SamplingParams(seed=3, top_logprobs=n), positions=50) for n in (None, 5)
+    )
+
+    assert told == plain
+
+
+def test_there_are_no_more_log_probabilities_than_tokens() -> None:
+    logprobs = sample(logits_of(PROBABILITIES), SamplingParams(top_logprobs=20), 0).logprobs
+
+    assert logprobs is not None
+    assert len(logprobs.top) == 4
+
+
+def test_log_probabilities_are_finite_so_that_they_can_be_written() -> None:
+    logits = torch.tensor([0.0, -torch.inf, -1e30, -1e4])
+
+    logprobs = sample(logits, SamplingParams(top_logprobs=4), 0, allow(2)).logprobs
+
+    top = ((0, 0.0), (3, -9999.0), (2, -9999.0), (1, -9999.0))
+    assert logprobs == TokenLogprobs(2, -9999.0, top)

@@ -2,7 +2,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from protocol.items import FunctionCall, Message
+from protocol.items import CallOutput, CustomToolCall, FunctionCall, Message
 from sampler.suspension import Suspension
 
 CALLS = tuple(FunctionCall(f"call_{name}", "get_weather", "{}") for name in ("a", "b", "c"))
@@ -58,7 +58,11 @@ def test_outputs_enter_the_context_in_call_order_however_they_came(
         suspension = suspension.answer(outputs)
 
     assert suspension.awaited == ()
-    assert suspension.outputs_in_call_order() == ["1", "2", "3"]
+    assert suspension.items() == [
+        CallOutput("call_a", "1"),
+        CallOutput("call_b", "2"),
+        CallOutput("call_c", "3"),
+    ]
 
 
 def test_messages_gather_in_the_order_they_came() -> None:
@@ -67,6 +71,16 @@ def test_messages_gather_in_the_order_they_came() -> None:
     suspension = suspended().answer({}, [first, second]).answer({"call_a": "1"}, [third])
 
     assert suspension.messages == (first, second, third)
+
+
+def test_messages_enter_the_context_after_the_outputs() -> None:
+    message = Message("user", "hurry")
+
+    suspension = suspended().answer({"call_c": "3"}, [message]).answer({"call_b": "", "call_a": ""})
+
+    *outputs, last = suspension.items()
+    assert [type(output) for output in outputs] == [CallOutput] * 3
+    assert last == message
 
 
 def test_an_empty_output_is_an_output() -> None:
@@ -84,9 +98,19 @@ def test_a_call_that_is_not_awaited_cannot_be_answered(call_id: str) -> None:
     assert suspension.outputs == before
 
 
-def test_outputs_cannot_be_taken_while_some_are_awaited() -> None:
+def test_free_form_calls_are_answered_like_functions() -> None:
+    calls = (CustomToolCall("call_p", "apply_patch", "*** Begin"), CALLS[0])
+    suspension = Suspension(calls, num_tokens=42, since=1.5)
+
+    answered = suspension.answer({"call_a": "sun", "call_p": "done"})
+
+    assert suspension.awaited == ("call_p", "call_a")
+    assert answered.items() == [CallOutput("call_p", "done"), CallOutput("call_a", "sun")]
+
+
+def test_nothing_enters_the_context_while_outputs_are_awaited() -> None:
     with pytest.raises(AssertionError, match="no output yet"):
-        suspended().answer({"call_a": "sun"}).outputs_in_call_order()
+        suspended().answer({"call_a": "sun"}).items()
 
 
 def test_a_suspension_is_frozen() -> None:

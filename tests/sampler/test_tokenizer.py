@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from protocol.tools import FunctionTool
 from sampler.counters import Counters
 from sampler.grammar import GrammarCompiler
-from sampler.params import ToolConstraint
+from sampler.params import Constraint
 from sampler.tokenizer import Tokenizer
 from tests.sampler.smollm2 import smollm2_tokenizer
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, byte_tokenizer
@@ -184,6 +184,15 @@ def test_a_token_may_be_a_part_of_a_character(smollm2: Tokenizer) -> None:
     assert bytes_of(smollm2, ids) == "🎉".encode()
 
 
+def test_a_token_can_be_read_by_a_person(smollm2: Tokenizer) -> None:
+    (word,) = smollm2.encode_text(" the")
+    party = smollm2.encode_text("🎉")
+
+    assert smollm2.token_text(word) == " the"
+    assert smollm2.token_text(IM_END) == "<|im_end|>"
+    assert "�" in smollm2.token_text(party[0])
+
+
 # --- Padded vocabularies -------------------------------------------------------------------------
 
 
@@ -202,7 +211,7 @@ def test_the_grammar_mask_has_the_size_of_the_logits_and_never_allows_padding(
     vocab_size: int,
 ) -> None:
     tokenizer = byte_level(vocab_size=vocab_size)
-    constraint = ToolConstraint((FunctionTool("f"),))
+    constraint = Constraint((FunctionTool("f"),))
 
     matcher = GrammarCompiler(tokenizer).matcher(constraint)
 
@@ -211,3 +220,9 @@ def test_the_grammar_mask_has_the_size_of_the_logits_and_never_allows_padding(
     assert mask.shape == (vocab_size,)
     assert not mask[259:].any()
     assert mask[:259].any()
+
+
+def test_no_text_holds_the_hole_of_a_grammar_and_no_logit_stands_for_it() -> None:
+    assert BYTE_LEVEL.hole_id == BYTE_LEVEL.vocab_size
+    assert BYTE_LEVEL.hole_id not in BYTE_LEVEL.guidance.tokenize_str("<|hole|>")
+    assert BYTE_LEVEL.hole_id not in BYTE_LEVEL.encode_text("<|hole|>")

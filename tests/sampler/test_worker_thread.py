@@ -2,8 +2,9 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -165,6 +166,60 @@ async def test_an_error_of_work_whose_caller_was_cancelled_is_not_reported_again
     await let_the_loop_turn()
 
     assert reports == []
+
+
+class Resource:
+    """Something whose end can be noticed."""
+
+    def fail(self) -> None:
+        raise ValueError("lost")
+
+
+async def test_what_the_function_was_given_is_let_go_of_once_it_has_returned(
+    worker: WorkerThread, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, resource, at_work = asyncio.get_running_loop(), Resource(), Gate()
+    tell, held = loop.call_soon_threadsafe, ref(resource)
+
+    def work(_: Resource) -> None:
+        at_work.pass_through()
+
+    def tell_and_wait(*args: Any, **kwargs: Any) -> object:
+        return gate.pass_through(tell(*args, **kwargs))
+
+    working = asyncio.ensure_future(worker.run(work, resource))
+    await at_work.wait_until_begun()
+    monkeypatch.setattr(loop, "call_soon_threadsafe", tell_and_wait)
+    at_work.open()
+    await working
+    del resource
+    is_held, is_done_with_it = held() is not None, gate.is_over
+    monkeypatch.undo()
+    gate.open()
+
+    assert not is_done_with_it, "the thread has only just told the result"
+    assert not is_held
+
+
+async def test_what_the_function_was_given_is_let_go_of_with_the_error_it_raised(
+    worker: WorkerThread,
+) -> None:
+    resource = Resource()
+    held = ref(resource)
+
+    async def fail(resource: Resource) -> None:
+        with suppress(ValueError):
+            await worker.run(resource.fail)
+
+    gc.disable()  # which would hide that something leads to itself
+    try:
+        await asyncio.ensure_future(fail(resource))
+        del resource
+        worker.close()
+
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 async def test_close_waits_for_work_in_flight_and_drops_the_rest(

@@ -1,0 +1,169 @@
+"""A conversation and the token ids it makes.
+
+A conversation is laid out in pieces that never touch one another: what comes before the first turn
+that was sampled here, by the chat format's prompt; each sampled turn, by the very ids that were
+sampled; and what follows each, by the chat format's suffix. So a prompt grows at its end only, and
+whoever knows the ids of a conversation need encode no more than what came since. Both ways give the
+same ids, as they put the same pieces together.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+
+from protocol.items import CallOutput, InputItem, Message
+from sampler.chat_template import ChatFormat
+from sampler.conversation import Conversation, ConversationError
+from sampler.recorded_turn import Call, Item, RecordedTurn, calls_in
+from sampler.snapshot import num_common
+from sampler.truncation import truncations
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation and the ids it makes, the model's turn to come or said already."""
+
+    conversation: Conversation
+    token_ids: tuple[int, ...]
+
+    def after(self, turn: RecordedTurn) -> "Prompt":
+        """Return what this has become once the model has said ``turn``."""
+        items = (*self.conversation.items, turn)
+        return Prompt(replace(self.conversation, items=items), self.token_ids + turn.token_ids)
+
+
+def encode(
+    chat_format: ChatFormat, conversation: Conversation, known: Prompt | None = None
+) -> Prompt:
+    """Return the prompt that ``conversation`` makes, up to where the model's turn begins.
+
+    Args:
+        chat_format: the model's.
+        conversation: with recorded turns wherever the model's own words are known.
+        known: a prompt that ends in a recorded turn. Where the conversation goes on from there,
+            nothing that comes before is laid out again.
+
+    Raises:
+        ConversationError: the chat format cannot lay it out.
+    """
+    items = conversation.items
+    if known is not None and _goes_on_from(known.conversation, conversation):
+        start = len(known.conversation.items) - 1
+        token_ids = list(known.token_ids[: -len(_turn_at(items, start).token_ids)])
+    else:
+        start = _next_turn(items, 0)
+        token_ids = chat_format.prompt_ids(replace(conversation, items=items[:start]))
+    while start < len(items):
+        turn, stop = _turn_at(items, start), _next_turn(items, start + 1)
+        following = _plain(items[start + 1 : stop])
+        calls = _answerable(items[:start], turn, following)
+        token_ids += turn.token_ids
+        token_ids += chat_format.suffix_ids(
+            calls, following, enable_thinking=conversation.enable_thinking
+        )
+        start = stop
+    return Prompt(conversation, tuple(token_ids))
+
+
+def encode_beginning(
+    chat_format: ChatFormat, conversation: Conversation, known: Prompt | None = None
+) -> Prompt:
+    """Return the ids that the prompt begins with of whatever ``conversation`` becomes.
+
+    That is all but what depends on who speaks next. Many chat templates refuse a conversation in
+    which no user has spoken yet; so it is also laid out with what one might say.
+
+    Raises:
+        ConversationError: the chat format cannot lay it out, whoever speaks next.
+    """
+
+    def with_said(*said: Message) -> tuple[int, ...]:
+        longer = replace(conversation, items=[*conversation.items, *said])
+        return encode(chat_format, longer, known).token_ids
+
+    token_ids = with_said(Message("user", "a"))
+    token_ids = token_ids[: num_common(token_ids, with_said(Message("user", "b")))]
+    with suppress(ConversationError):
+        token_ids = token_ids[: num_common(token_ids, with_said())]
+    return Prompt(conversation, token_ids)
+
+
+def longest_known(conversation: Conversation, prompts: Iterable[Prompt]) -> Prompt | None:
+    """Return the one of ``prompts`` that saves most in encoding ``conversation``, if any does."""
+    known = [prompt for prompt in prompts if _goes_on_from(prompt.conversation, conversation)]
+    return max(known, key=lambda prompt: len(prompt.token_ids), default=None)
+
+
+def fit(
+    chat_format: ChatFormat,
+    conversation: Conversation,
+    limit: int,
+    known: Prompt | None = None,
+    coda: Sequence[InputItem] = (),
+) -> Prompt:
+    """Return the prompt of as much of ``conversation`` as makes at most ``limit`` ids.
+
+    What is left out are its oldest turns; the ``coda`` follows what is left. Where it is too long
+    without all those that can be left out, what remains is returned nevertheless.
+
+    Raises:
+        ConversationError: the chat format cannot lay it out.
+    """
+
+    def prompt_of(items: Sequence[Item], known: Prompt | None = None) -> Prompt:
+        return encode(chat_format, replace(conversation, items=[*items, *coda]), known)
+
+    prompt = prompt_of(conversation.items, known)
+    if len(prompt.token_ids) <= limit:
+        return prompt
+    shorter = truncations(conversation.items)
+
+    @cache
+    def shorter_prompt(index: int) -> Prompt:
+        return prompt_of(shorter[index])
+
+    def fits(index: int) -> bool:
+        return len(shorter_prompt(index).token_ids) <= limit
+
+    longest = bisect_left(range(len(shorter)), True, key=fits)
+    return shorter_prompt(min(longest, len(shorter) - 1)) if shorter else prompt
+
+
+def _goes_on_from(known: Conversation, conversation: Conversation) -> bool:
+    """Return whether ``conversation`` is ``known``, which ends in a recorded turn, and more."""
+    length = len(known.items)
+    return (
+        length > 0
+        and isinstance(known.items[-1], RecordedTurn)
+        and list(conversation.items[:length]) == list(known.items)
+        and known.instructions == conversation.instructions
+        and list(known.tools) == list(conversation.tools)
+        and known.enable_thinking == conversation.enable_thinking
+    )
+
+
+def _next_turn(items: Sequence[Item], start: int) -> int:
+    """Return the index of the first recorded turn from ``start`` on, or the number of items."""
+    turns = (i for i in range(start, len(items)) if isinstance(items[i], RecordedTurn))
+    return next(turns, len(items))
+
+
+def _turn_at(items: Sequence[Item], index: int) -> RecordedTurn:
+    turn = items[index]
+    assert isinstance(turn, RecordedTurn)
+    return turn
+
+
+def _plain(items: Iterable[Item]) -> list[InputItem]:
+    return [item for item in items if not isinstance(item, RecordedTurn)]
+
+
+def _answerable(
+    before: Sequence[Item], turn: RecordedTurn, following: Sequence[InputItem]
+) -> list[Call]:
+    """Return the calls of ``turn``, after those made ``before`` that are answered only now."""
+    own = {call.call_id for call in [*turn.calls, *calls_in(following)]}
+    late = {item.call_id for item in following if isinstance(item, CallOutput)} - own
+    return [*(call for call in calls_in(before) if call.call_id in late), *turn.calls]

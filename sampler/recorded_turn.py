@@ -1,0 +1,46 @@
+"""An assistant turn as it was sampled."""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from protocol.items import CustomToolCall, FunctionCall, InputItem, Message, ReasoningItem
+
+Call: TypeAlias = FunctionCall | CustomToolCall
+TurnItem: TypeAlias = Message | Call | ReasoningItem
+"""What an assistant's turn is made of."""
+
+
+class RecordedTurn(Struct, frozen=True, tag_field="kind", tag=True):
+    """What a turn said, and the very tokens that said it.
+
+    A prompt is made of these tokens wherever the turn comes up again, however a client spells the
+    items when it sends them back: what was sampled is never encoded again.
+    """
+
+    items: tuple[TurnItem, ...]
+    token_ids: tuple[int, ...]
+    """From after the generation prompt up to and including the end-of-turn token, which is added
+    where the turn was cut short."""
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls the turn made, in the order sampled."""
+        return tuple(calls_in(self.items))
+
+
+Item: TypeAlias = InputItem | RecordedTurn
+"""What a conversation is made of."""
+
+
+def calls_in(items: Iterable[Item]) -> Iterator[Call]:
+    """Give the calls that are made in ``items``, in order."""
+    for item in items:
+        match item:
+            case FunctionCall() | CustomToolCall():
+                yield item
+            case RecordedTurn():
+                yield from item.calls
+            case _:
+                pass
