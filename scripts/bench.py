@@ -220,7 +220,7 @@ def main(
 
 async def _bench(workload: Workload, repeats: int, url: str | None, as_json: bool) -> None:
     if url is None:
-        async with running_server(server_command([])) as own:
+        async with running_server(server_command(["--recent-responses", "0"])) as own:
             return await _bench(workload, repeats, own, as_json)
     await measure(hold_suspended, url, Workload(1, 10))  # warm up
     suspended, stateless = [], []

@@ -8,6 +8,7 @@ from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
 _READY = "listening on "
@@ -20,7 +21,7 @@ class ServerError(RuntimeError):
 
 def server_command(options: Sequence[str]) -> list[str]:
     """Return the command that starts the server on a free port, and has it say no more."""
-    quiet = ["--port", "0", "--log-level", "warning"]
+    quiet = ["--port", "0", "--log-level", "warning", "--no-store"]
     return [sys.executable, "-P", "-m", "server", *quiet, *options]
 
 
@@ -74,7 +75,7 @@ async def given_server(url: str) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def connection(url: str) -> AsyncIterator[ClientConnection]:
+async def connection(url: str) -> AsyncIterator[Connection]:
     """Give a WebSocket to the server at ``url`` that speaks the append dialect.
 
     Raises:

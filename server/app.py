@@ -1,57 +1,88 @@
 """The ASGI application: which path leads where."""
 
 import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
 from protocol import errors
 from protocol.dialect import negotiate
 from protocol.errors import ProtocolError
 from sampler.engine import Engine
+from server.access import Access, ApiKeys
 from server.connection import Connection
-from server.http_api import CLIENT_CLOSED_REQUEST, HttpApi, error_response
+from server.error_response import error_response
+from server.http_api import CLIENT_CLOSED_REQUEST, HttpApi
 from server.services import Services
 from server.settings import Settings
+from server.stored_responses import StoredResponsesApi
 
 logger = logging.getLogger(__name__)
 
 
 def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
-    """Return the application around ``engine``, which stays the caller's to close."""
-    services = Services(engine, settings or Settings())
-    api = HttpApi(services)
+    """Return the application around ``engine``, which stays the caller's to close.
+
+    Its services are ``app.state.services``. They are closed at the end of its life span, or by
+    whoever serves it without one.
+
+    Raises:
+        ApiKeyFileError: the API keys cannot be read.
+        StoreError: the response store cannot be opened.
+    """
+    settings = settings or Settings()
+    keys = ApiKeys.from_file(settings.api_key_file) if settings.api_key_file else None
+    services = Services(engine, settings)
 
     async def responses_socket(websocket: WebSocket) -> None:
         beta = ",".join(websocket.headers.getlist("openai-beta"))
+        query = websocket.query_params.get("dialect")
         try:
-            dialect = negotiate(beta, websocket.query_params.get("dialect"))
+            dialect = negotiate(beta, query)
+            services.draining.check()
         except ProtocolError as error:
             await websocket.send_denial_response(error_response(error))
             return
-        await Connection(websocket, services, dialect).serve()
+        key = websocket.state.key_id or ""
+        connection = Connection(websocket, services, dialect, key, keeps_open=query is not None)
+        await connection.serve()
 
-    return Starlette(
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        yield
+        await services.close()
+
+    app = Starlette(
         routes=[
             WebSocketRoute("/v1/responses", responses_socket),
-            Route("/v1/responses", api.create_response, methods=["POST"]),
-            Route("/v1/responses", api.upgrade_required, methods=["GET"]),
-            Route("/v1/models", api.list_models),
-            Route("/v1/models/{model:path}", api.get_model),
-            Route("/health", api.health),
-            Route("/metrics", api.metrics),
+            WebSocketRoute("/v1/codex/responses", responses_socket),
+            *HttpApi(services).routes(),
+            *StoredResponsesApi(
+                services.store,
+                services.background,
+                services.forget_response,
+                settings.send_timeout_seconds,
+            ).routes(),
         ],
+        middleware=[Middleware(Access, keys=keys, settings=settings)],
         exception_handlers={
             ProtocolError: _protocol_error,
             HTTPException: _http_error,
             ClientDisconnect: _client_gone,
             Exception: _internal_error,
         },
+        lifespan=lifespan,
     )
+    app.state.services = services
+    app.state.draining = services.draining
+    return app
 
 
 async def _protocol_error(request: Request, error: Exception) -> Response:
@@ -62,7 +93,9 @@ async def _protocol_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses: no such path, no such method."""
     assert isinstance(error, HTTPException)
-    return error_response(ProtocolError(error.detail, status=error.status_code), error.headers)
+    response = error_response(ProtocolError(error.detail, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

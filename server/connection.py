@@ -1,95 +1,126 @@
-"""One WebSocket.
+"""One WebSocket: takes frames, says which lane they are for, and sends what the lanes say.
 
-Two tasks: the reader takes frames, checks them and answers mistakes; the speaker samples one run
-after the other and sends its events. They meet in the lane's state, in the queue of prepared runs,
-and in the future on which a suspended run's sampling loop waits. The reader never touches a run
-that is being sampled.
-
-A slow client slows its own run: the sampling loop goes on when an event is sent.
+A slow client slows its own runs: a sampling loop goes on when an event is sent. One that reads
+nothing for too long is taken for gone.
 """
 
 import asyncio
 import logging
 import time
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable
+from contextlib import suppress
 from itertools import count
+from traceback import clear_frames
 from typing import Any
 
+import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from protocol import errors
-from protocol.client_events import parse_append, resolve_append
+from protocol.client_events import (
+    parse_create,
+    parse_inject,
+    parse_steer,
+    parse_stream_id,
+)
 from protocol.codec import decode_client_event, encode
 from protocol.dialect import Dialect
-from protocol.errors import ProtocolError
-from protocol.lane import Lane, LaneEvent, LaneState
-from protocol.tools import ToolChoice
-from sampler.engine import Resumption
-from sampler.run import RunEvent
-from sampler.suspension import Suspension
-from server.pre_inference import PreparedRun, constraint_after_calls, refused
+from protocol.errors import ErrorEvent, ProtocolError
+from protocol.server_events import ServerEvent, inject_failed, steer_failed
+from protocol.validation import JsonObject
+from sampler.engine import EngineError
+from sampler.snapshot import Snapshot
+from server.lane import Append, BadCreate, Create, Inject, Lane, Message, Steer, Steering
+from server.past_response import PastResponse
 from server.services import Services
 
 logger = logging.getLogger(__name__)
 
-ABNORMAL_CLOSURE, INTERNAL_ERROR = 1006, 1011
-"""Close codes (RFC 6455, 7.4.1)."""
+NORMAL_CLOSURE, ABNORMAL_CLOSURE, POLICY_VIOLATION, INTERNAL_ERROR = 1000, 1006, 1008, 1011
+"""Close codes (RFC 6455, 7.4.1; IANA registry)."""
+
+_MAX_REASON_BYTES = 123  # RFC 6455, 5.5.1: a control frame holds 125
+_TIDY_SECONDS = 5.0
+
+
+class ConnectionEndedError(Exception):
+    """The connection is to end: nothing more can be said on it."""
 
 
 class Connection:
     """Serves one client until it goes away."""
 
-    def __init__(self, websocket: WebSocket, services: Services, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        websocket: WebSocket,
+        services: Services,
+        dialect: Dialect,
+        key_id: str,
+        *,
+        keeps_open: bool,
+    ) -> None:
+        """Serve ``websocket``.
+
+        Args:
+            websocket: not accepted yet.
+            services: what all connections share.
+            dialect: as negotiated.
+            key_id: whose it is.
+            keeps_open: whether an append that has nowhere to go gets an error. If not, the
+                connection is closed, which is what old Codex releases recover from.
+        """
+        self.dialect = dialect
+        self.services = services
+        self.memory = services.connection_memory(key_id)
+        self.memory.on_forget = self._forgotten
+        self.in_flight = asyncio.Semaphore(services.settings.max_in_flight)
+        self.steerings: dict[str, list[Steering]] = {}
         self._websocket = websocket
-        self._services = services
-        self._dialect = dialect
-        self._lane = Lane()
-        self._queue: asyncio.Queue[PreparedRun] = asyncio.Queue(
-            services.settings.max_queued_creates
-        )
-        self._speaking_for: PreparedRun | None = None
-        self._resumption: asyncio.Future[Resumption | None] | None = None
-        self._sampled_call_ids: set[str] = set()
-        self._next_choice: ToolChoice | None = None
-        self._error_numbers = count()
+        self._keeps_open = keeps_open
+        self._tasks = asyncio.TaskGroup()
+        self._lanes: dict[str | None, Lane] = {}
+        self._warm_ups: dict[str, asyncio.Task[None]] = {}
+        self._numbers = count()
 
     async def serve(self) -> None:
         """Accept the connection and serve it. On return nothing of it is held any more."""
         await self._websocket.accept()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                speaker = tasks.create_task(self._speak())
-                await self._read()
-                speaker.cancel()
-        except* WebSocketDisconnect:
-            pass  # it went away while something was being sent
+            await self._serve()
+        except* (WebSocketDisconnect, ConnectionEndedError):
+            pass  # it went away, perhaps while something was being sent
         except* Exception:
             logger.exception("a connection failed")
-            await self._close_after_failure()
+            await self._close(INTERNAL_ERROR)
         finally:
-            self._drop_queued()
+            self.memory.forget_all()
 
-    def _drop_queued(self) -> None:
-        while not self._queue.empty():
-            run = self._queue.get_nowait().run
-            run.apply(RunEvent.CANCEL)
-            self._services.post_inference.finish(run)
+    async def _serve(self) -> None:
+        try:
+            async with self._tasks:
+                self._tasks.create_task(self._expire())
+                self._tasks.create_task(self._tidy())
+                await self._read()
+                raise ConnectionEndedError
+        except BaseExceptionGroup as group:
+            # Up to Python 3.12 the frame that raises a group refers to it (CPython, TaskGroup). In
+            # such a cycle all would live on that the tracebacks hold, whole caches among it.
+            clear_frames(group.__traceback__)
+            raise
 
-    async def _close_after_failure(self) -> None:
-        with suppress(RuntimeError, WebSocketDisconnect):  # closed already
-            await self._websocket.close(INTERNAL_ERROR)
+    # --- Reading ----------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
             try:
                 await self._take_frame(self._text_of(message))
             except ProtocolError as error:
-                await self._send(errors.error_event(error, next(self._error_numbers)))
+                await self.refuse(error, None)
 
     def _text_of(self, message: Any) -> str:
         if (text := message.get("text")) is None:
             raise errors.binary_frame()
-        limit = self._services.settings.max_frame_bytes
+        limit = self.services.settings.max_frame_bytes
         # Each character is one to four bytes, so most frames need not be encoded to be measured.
         if len(text) > limit or (4 * len(text) > limit and len(text.encode()) > limit):
             raise errors.payload_too_large(limit)
@@ -99,91 +130,167 @@ class Connection:
         received_at = time.monotonic()
         match decode_client_event(text):
             case "response.create", frame:
-                await self._create(frame)
+                await self._take_create(frame)
             case "response.append", frame:
-                await self._append(frame, received_at)
+                name = parse_stream_id(frame)
+                await self._hand_over(Append(frame, received_at), name)
+            case "response.inject", frame:
+                await self._take_inject(frame, received_at)
+            case "response.steer", frame:
+                await self._take_steer(frame)
             case "response.processed", _:
                 pass  # an acknowledgement that some clients sent in 2026
-            case event_type, _:
-                raise errors.unsupported_event_type(event_type)
+            case event_type, frame:
+                error = errors.unsupported_event_type(event_type)
+                await self.refuse(error, parse_stream_id(frame))
 
-    async def _create(self, frame: dict[str, Any]) -> None:
-        """Prepare a run and have it sampled after those before it.
-
-        A create that is in order abandons a run that is suspended here, or will be before its turn.
-        """
-        if self._queue.full():
-            raise errors.too_many_queued(self._queue.maxsize)
-        prepared = await self._services.pre_inference.prepare(frame, "websocket")
-        if self._lane.state is LaneState.SUSPENDED:
-            self._resume(LaneEvent.ABANDON, None)
-        self._queue.put_nowait(prepared)
-
-    async def _append(self, frame: dict[str, Any], received_at: float) -> None:
-        """Give a suspended run the outputs it waits for; an error changes nothing."""
-        prepared, suspension = self._suspended()
-        append = parse_append(frame, prepared.params.tools)
-        added = resolve_append(
-            append.input, suspension.awaited, suspension.outputs, self._sampled_call_ids
-        )
-        if not added.outputs and not added.messages:
-            raise errors.invalid_value("input", "expected outputs of the calls, or messages")
-        suspension = suspension.answer(added.outputs, added.messages)
-        # Encoded even if more outputs are to come: what is held must leave room for them.
-        complete = suspension.answer(dict.fromkeys(suspension.awaited, ""))
-        with refused("input"):
-            suffix_ids = await self._services.engine.encode_suffix(prepared.run, complete)
-        self._next_choice = append.tool_choice or self._next_choice
-        if suspension.awaited:
-            self._lane.apply(LaneEvent.HOLD)
-            prepared.run.suspension = suspension
-            return
-        constraint = constraint_after_calls(prepared.params, self._next_choice)
-        self._resume(LaneEvent.APPEND, Resumption(suffix_ids, received_at, constraint))
-
-    def _suspended(self) -> tuple[PreparedRun, Suspension]:
-        match self._lane.state:
-            case LaneState.IDLE:
-                raise errors.no_suspended_run()
-            case LaneState.SAMPLING:
-                raise errors.response_in_progress()
-            case LaneState.SUSPENDED:
-                assert self._speaking_for is not None
-                assert self._speaking_for.run.suspension is not None
-                return self._speaking_for, self._speaking_for.run.suspension
-
-    def _resume(self, event: LaneEvent, resumption: Resumption | None) -> None:
-        assert self._resumption is not None, "a suspended run waits for something"
-        self._lane.apply(event)
-        self._resumption.set_result(resumption)
-
-    async def _speak(self) -> None:
-        while True:
-            self._speaking_for = await self._queue.get()
-            self._lane.apply(LaneEvent.CREATE)
-            self._sampled_call_ids = set()
-            responder = self._services.responder(self._speaking_for, self._dialect)
-            async with aclosing(responder.events(self._call_tools)) as events:
-                async for event in events:
-                    await self._send(event)
-            if self._lane.state is LaneState.SAMPLING:
-                self._lane.apply(LaneEvent.FINISH)
-
-    def _call_tools(self, suspension: Suspension) -> "asyncio.Future[Resumption | None]":
-        """Have the client make the calls: what it appends is what the run waits for."""
-        self._sampled_call_ids.update(call.call_id for call in suspension.calls)
-        self._resumption = asyncio.get_running_loop().create_future()
-        self._next_choice = None
-        self._lane.apply(LaneEvent.SUSPEND)
-        if not self._queue.empty():
-            # A create that came during sampling abandons the run as well: it waits for its turn,
-            # and its client for the answer.
-            self._resume(LaneEvent.ABANDON, None)
-        return self._resumption
-
-    async def _send(self, event: Any) -> None:
+    async def _take_create(self, frame: JsonObject) -> None:
+        name = parse_stream_id(frame)
+        model = self.services.engine.model.name
+        message: Message
         try:
-            await self._websocket.send_text(encode(event).decode())
+            message = Create(parse_create(frame, transport="websocket", default_model=model))
+        except ProtocolError as error:
+            message = BadCreate(error, _string(frame.get("previous_response_id")))
+        await self._hand_over(message, name)
+
+    async def _take_inject(self, frame: JsonObject, received_at: float) -> None:
+        try:
+            params = parse_inject(frame)
+        except ProtocolError as error:
+            # Unlike a create, a malformed inject ends the connection (WebSocket events reference).
+            await self.refuse(error, None)
+            await self._close(POLICY_VIOLATION)
+            raise ConnectionEndedError from error
+        if (lane := self._lane_of(params.response_id)) is not None:
+            lane.put(Inject(params, received_at))
+            return
+        unknown = errors.response_not_found(params.response_id)
+        await self.send(
+            inject_failed(unknown, params.raw_input, params.response_id, self.next_number()), None
+        )
+
+    async def _take_steer(self, frame: JsonObject) -> None:
+        target = _string(frame.get("previous_response_id")) or ""
+        if (lane := self._lane_of(target)) is not None:
+            lane.put(Steer(target, frame))
+            return
+        try:
+            parse_steer(frame)
+            error = errors.response_not_found(target)
+        except ProtocolError as invalid:
+            error = invalid
+        await self.send(steer_failed(error, frame.get("input"), target, self.next_number()), None)
+
+    def _lane_of(self, response_id: str) -> Lane | None:
+        return next((lane for lane in self._lanes.values() if lane.knows(response_id)), None)
+
+    async def _hand_over(self, message: Message, name: str | None) -> None:
+        try:
+            self._lane(name).put(message)
+        except ProtocolError as error:
+            await self.refuse(error, name)
+
+    def _lane(self, name: str | None) -> Lane:
+        """Return a lane, which begins when it is first named."""
+        if name not in self._lanes:
+            limit = self.services.settings.max_lanes
+            if name is not None and len(self._lanes.keys() - {None}) >= limit:
+                raise errors.websocket_stream_limit_reached(limit)
+            self._lanes[name] = Lane(name, self)
+            self._tasks.create_task(self._lanes[name].serve())
+        return self._lanes[name]
+
+    # --- Speaking ---------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return the sequence number of an event that belongs to no response."""
+        return next(self._numbers)
+
+    async def send(self, event: ServerEvent | ErrorEvent, lane: str | None) -> None:
+        """Send an event of a lane; those of the default lane name none."""
+        if lane is not None:
+            event = msgspec.structs.replace(event, stream_id=lane)
+        await self._in_time(self._websocket.send_text(encode(event).decode()))
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self.services.settings.send_timeout_seconds):
+                await sending
+        except TimeoutError:
+            logger.info("a client reads nothing any more; its connection ends")
+            raise ConnectionEndedError from None
         except RuntimeError as error:
             # The server refused a frame of the client and closed, before we were told.
             raise WebSocketDisconnect(ABNORMAL_CLOSURE) from error
+
+    async def refuse(self, error: ProtocolError, lane: str | None) -> None:
+        """Send an error of a lane."""
+        await self.send(errors.error_event(error, self.next_number()), lane)
+
+    async def refuse_append(self, error: ProtocolError, lane: str | None) -> None:
+        """Let the client know that what it appended to is not there, or does not take it.
+
+        Codex up to 0.98 ignores error frames and waits for minutes, and up to 0.107 a 400 ends its
+        turn; all of them send everything again when the connection is closed.
+        """
+        if self._keeps_open:
+            await self.refuse(error, lane)
+            return
+        await self._close(INTERNAL_ERROR, ": ".join(filter(None, (error.code, error.message))))
+        raise ConnectionEndedError
+
+    async def lose(self, reason: str) -> None:
+        """Let the client know that its suspended response is gone: after ``response.done`` there is
+        no event that could say so."""
+        if self.dialect is Dialect.APPEND:
+            await self._close(INTERNAL_ERROR, reason)
+            raise ConnectionEndedError
+
+    async def _close(self, code: int, reason: str = "") -> None:
+        cut = reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
+        with suppress(RuntimeError, WebSocketDisconnect):  # closed already
+            async with asyncio.timeout(self.services.settings.send_timeout_seconds):
+                await self._websocket.close(code, cut)
+
+    # --- Time -------------------------------------------------------------------------------------
+
+    async def _expire(self) -> None:
+        """End the connection when it has lived long enough, between two responses if it can."""
+        lifetime = self.services.settings.connection_lifetime_seconds
+        await asyncio.sleep(lifetime)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.services.settings.drain_seconds):
+                for _ in range(self.services.settings.max_in_flight):
+                    await self.in_flight.acquire()  # with all of them nobody samples
+        await self.refuse(errors.websocket_connection_limit_reached(lifetime / 60), None)
+        await self._close(NORMAL_CLOSURE)
+        raise ConnectionEndedError
+
+    async def _tidy(self) -> None:
+        """Let go of caches that nobody came back for."""
+        ttl = self.services.settings.suspend_ttl_seconds
+        while True:
+            await asyncio.sleep(min(ttl, _TIDY_SECONDS))
+            self.memory.release_caches(time.monotonic() - ttl)
+
+    def warm_up(self, response_id: str, snapshot: Snapshot) -> None:
+        """Fill a cache while nobody else wants the model."""
+        self._warm_ups[response_id] = self._tasks.create_task(self._fill(snapshot))
+
+    async def _fill(self, snapshot: Snapshot) -> None:
+        with suppress(EngineError):  # whoever follows prefills it again
+            await self.services.engine.warm_up(snapshot, self.memory.snapshots)
+
+    def stop_warming_up(self, response_id: str) -> None:
+        """Leave a cache as far as it was filled."""
+        if (task := self._warm_ups.pop(response_id, None)) is not None:
+            task.cancel()
+
+    def _forgotten(self, past: PastResponse) -> None:
+        self.stop_warming_up(past.id)
+        self.steerings.pop(past.id, None)
+
+
+def _string(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,28 +1,41 @@
-"""The work before inference: from a body to a run that is ready to be sampled. Once per run."""
+"""The work before inference: from a request to a run that is ready to be sampled. Once per run."""
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from protocol import errors
-from protocol.client_events import CreateParams, Transport, parse_create
-from protocol.tools import FunctionTool, Tool, ToolChoice, ToolChoiceMode, function_tools
-from sampler.chat_template import ConversationError
-from sampler.conversation import Conversation
+from protocol.client_events import CompactParams, CreateParams, resolve_tool_choice
+from protocol.items import (
+    AdditionalTools,
+    InputItem,
+    check_calls_are_answered,
+    tools_in_effect,
+)
+from protocol.tools import CallableTool, ToolChoice, ToolChoiceMode, grammar_paths
+from protocol.validation import JsonObject
+from sampler.conversation import Conversation, ConversationError
+from sampler.echoes import without_echoes
 from sampler.engine import ContextLengthExceededError, Engine
 from sampler.grammar import GrammarError
-from sampler.params import SamplingParams, ToolConstraint
+from sampler.params import Constraint, SamplingParams
+from sampler.prompt import Prompt, longest_known
+from sampler.recorded_turn import RecordedTurn
 from sampler.run import Run
+from sampler.snapshot import Snapshot
+from server.compaction import Compacting, Compactor, as_compacted, settled
+from server.memory import Memory, expanded
+from server.past_response import PastResponse, new_id, with_ids
 from server.settings import Settings
 from server.telemetry import Telemetry
 
+History = Sequence[InputItem | RecordedTurn]
 
-def new_id(prefix: str) -> str:
-    """Return a fresh id such as ``resp_4f...``."""
-    return f"{prefix}_{secrets.token_hex(16)}"
+_NO_THINKING = ("none", "minimal")
 
 
 @contextmanager
@@ -37,62 +50,240 @@ def refused(param: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class PreparedRun:
-    """A run and what was asked for."""
+class Prepared:
+    """A response that can begin, and what was asked for."""
 
+    id: str
     params: CreateParams
-    run: Run
-    pre_inference_seconds: float
+    tools: Sequence[CallableTool]
+    """Those of the request and those that the conversation brought."""
+    choice: ToolChoice
+    prompt: Prompt
+    wire_items: Sequence[JsonObject]
+    """The conversation so far as clients see it."""
+    run: Run | None = None
+    """None for a warm-up, which samples nothing, and before the conversation is compacted."""
+    compacting: Compacting | None = None
+    """Set where that is to be done first."""
+    pre_inference_seconds: float = 0.0
 
 
 class PreInference:
     """Validates, resolves the model, renders and encodes."""
 
-    def __init__(self, engine: Engine, settings: Settings, telemetry: Telemetry) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, telemetry: Telemetry, compactor: Compactor
+    ) -> None:
         self._engine = engine
         self._settings = settings
         self._telemetry = telemetry
+        self._compactor = compactor
 
-    async def prepare(self, body: dict[str, Any], transport: Transport) -> PreparedRun:
-        """Return the run that ``body`` asks for; nothing is sampled yet.
+    async def prepare(self, params: CreateParams, memory: Memory) -> Prepared:
+        """Return the response that ``params`` ask for; nothing is sampled yet.
 
         Raises:
-            ProtocolError: the body is wrong; nothing was changed.
+            ProtocolError: something is wrong; nothing was changed.
         """
         started_at = time.monotonic()
-        model = self._engine.model.name
-        params = parse_create(body, transport=transport, default_model=model)
-        if params.model != model:
-            raise errors.model_not_found(params.model)
-        constraint = constraint_of(params.tools, params.tool_choice, params.parallel_tool_calls)
-        await self._check_grammar(params.tools, constraint)
-        run = self._open_run(params, await self._encode(params), constraint)
-        self._telemetry.pre_inference.inc()
-        return PreparedRun(params, run, time.monotonic() - started_at)
+        # Their lanes may go on meanwhile, and forget them.
+        prompts, snapshots = memory.prompts, memory.snapshots
+        lay_out = self._engine.lay_out if params.generate else self._engine.lay_out_beginning
+        prepared = await self._prepare(params, memory, prompts, lay_out)
+        ready = await self._with_run(prepared, prompts, snapshots)
+        return replace(ready, pre_inference_seconds=time.monotonic() - started_at)
 
-    async def _check_grammar(self, tools: list[Tool], constraint: ToolConstraint) -> None:
-        for index, tool in enumerate(tools):
-            if isinstance(tool, FunctionTool):
-                with refused(f"tools[{index}].parameters"):
-                    await self._engine.check_function(tool)
-        with refused("tools"):
-            await self._engine.check_constraint(constraint)
+    async def count_tokens(self, params: CreateParams, memory: Memory) -> int:
+        """Return how long the context would be of the response that ``params`` ask for, whether or
+        not it fits: that is what one wants to know.
 
-    async def _encode(self, params: CreateParams) -> list[int]:
-        functions = function_tools(params.tools)
+        Raises:
+            ProtocolError: something is wrong; nothing was changed.
+        """
+        prepared = await self._prepare(params, memory, memory.prompts, self._engine.lay_out)
+        return len(prepared.prompt.token_ids)
+
+    async def _prepare(
+        self,
+        params: CreateParams,
+        memory: Memory,
+        prompts: Iterable[Prompt],
+        lay_out: Callable[[Conversation, Prompt | None], Awaitable[Prompt]],
+    ) -> Prepared:
+        """Return the response that ``params`` ask for, before anything is opened for it.
+
+        Args:
+            params: what is asked for.
+            memory: where what it goes on from is found.
+            prompts: what its prompt may go on from.
+            lay_out: makes the prompt.
+        """
+        self._check_model(params.model)
+        params = self._capped(params)
+        parent = await self._parent(params.previous_response_id, memory)
+        history = await self._history(params.input, params.instructions, parent, memory)
+        check_calls_are_answered(expanded(history))
+        tools = tools_in_effect(params.tools, expanded(history))
+        choice = resolve_tool_choice(params, tools)
+        await self._check_grammars(params, tools, parent)
+        conversation = _conversation(params, history, tools)
         with refused("input"):
-            return await self._engine.encode_prompt(
-                Conversation(params.input, params.instructions, functions)
-            )
+            prompt = await lay_out(conversation, longest_known(conversation, prompts))
+        with refused("tools"):
+            await self._engine.check_constraint(self.constraint(params, tools, choice, prompt))
+        before = parent.wire_items if parent else ()
+        wire_items = [*before, *with_ids(params.input_json)]
+        return Prepared(new_id("resp"), params, tools, choice, prompt, wire_items)
 
-    def _open_run(
-        self, params: CreateParams, prompt_ids: list[int], constraint: ToolConstraint
-    ) -> Run:
-        sampling = SamplingParams(
-            params.temperature, params.top_p, self._seed(params), params.max_output_tokens
+    async def prepare_compaction(self, params: CompactParams, memory: Memory) -> Compacting:
+        """Return what is to be summarised for ``params``; nothing is sampled yet.
+
+        Where it follows a response, it is summarised as that response had it, with its tools and,
+        if the request has none, its instructions: so its cache is of use.
+
+        Raises:
+            ProtocolError: something is wrong; nothing was changed.
+        """
+        self._check_model(params.model)
+        parent = await self._parent(params.previous_response_id, memory)
+        prompts, snapshots = memory.prompts, memory.snapshots
+        history = await self._history(params.input, params.instructions, parent, memory)
+        check_calls_are_answered(expanded(settled(history)))
+        read = parent.prompt.conversation if parent and parent.prompt else Conversation(())
+        tools = tools_in_effect(parent.params.tools if parent and parent.params else (), history)
+        conversation = Conversation(
+            history, params.instructions or read.instructions, tools, read.enable_thinking
         )
         with refused("input"):
-            return self._engine.open_run(new_id("resp"), prompt_ids, sampling, constraint)
+            return await self._compactor.begin(new_id("resp"), conversation, prompts, snapshots)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._engine.model.name:
+            raise errors.model_not_found(name)
+
+    async def _parent(self, response_id: str | None, memory: Memory) -> PastResponse | None:
+        return None if response_id is None else await memory.parent(response_id)
+
+    def _capped(self, params: CreateParams) -> CreateParams:
+        cap, asked = self._settings.max_output_tokens, params.max_output_tokens
+        if cap is None or (asked is not None and asked <= cap):
+            return params
+        return msgspec.structs.replace(params, max_output_tokens=cap)
+
+    async def _history(
+        self,
+        added: Sequence[InputItem],
+        instructions: str | None,
+        parent: PastResponse | None,
+        memory: Memory,
+    ) -> History:
+        """Return the whole conversation, with what was sampled here as the turns it was."""
+        items = await memory.resolve(added)
+        if parent:
+            return as_compacted([*parent.items, *without_echoes(items, parent.items)])
+        return await memory.recognise(as_compacted(items), instructions)
+
+    async def _check_grammars(
+        self, params: CreateParams, tools: Sequence[CallableTool], parent: PastResponse | None
+    ) -> None:
+        """Make sure that all can be constrained. What the parent had too, is known to be."""
+        with refused("text.format.schema"):
+            await self._engine.check_text_format(params.text_format)
+        if parent and parent.params and parent.params.tools_digest == params.tools_digest:
+            tools = tools_in_effect((), params.input)
+        paths = _grammar_paths(params)
+        for tool in tools:
+            with refused(paths.get(tool.name, "input")):
+                await self._engine.check_tool(tool)
+
+    async def _with_run(
+        self, prepared: Prepared, prompts: Sequence[Prompt], snapshots: Sequence[Snapshot]
+    ) -> Prepared:
+        """Return ``prepared`` with what is to be sampled first, if anything is."""
+        if compacting := await self._compacting(prepared, prompts, snapshots):
+            return replace(prepared, compacting=compacting)
+        prompt = await self._fitting(prepared.prompt, prepared.params)
+        run = self.open_run(prepared, prompt, snapshots) if prepared.params.generate else None
+        return replace(prepared, prompt=prompt, run=run)
+
+    async def _compacting(
+        self, prepared: Prepared, prompts: Sequence[Prompt], snapshots: Sequence[Snapshot]
+    ) -> Compacting | None:
+        """Return how the conversation is to be compacted, if it is to be and can be."""
+        params, prompt = prepared.params, prepared.prompt
+        threshold = params.compact_threshold
+        if not params.generate or threshold is None or len(prompt.token_ids) <= threshold:
+            return None
+        return await self._compactor.begin_where_it_saves(
+            prepared.id, prompt, prompts, snapshots, max_tokens=threshold
+        )
+
+    async def _fitting(self, prompt: Prompt, params: CreateParams) -> Prompt:
+        """Return ``prompt``, without its oldest turns if it is too long and the request allows."""
+        with refused("input"):
+            try:
+                self._engine.check_length(len(prompt.token_ids))
+                return prompt
+            except ContextLengthExceededError:
+                if params.truncation == "disabled":
+                    raise
+                return await self._engine.encode_truncated(prompt.conversation)
+
+    async def go_on(self, prompt: Prompt, items: Sequence[InputItem]) -> Prompt:
+        """Return ``prompt``, which ends with a sampled turn, followed by ``items``.
+
+        Raises:
+            ProtocolError: they do not fit; nothing was changed.
+        """
+        conversation = prompt.conversation
+        longer = replace(conversation, items=[*conversation.items, *items])
+        with refused("input"):
+            return await self._engine.encode(longer, prompt)
+
+    def constraint(
+        self,
+        params: CreateParams,
+        tools: Sequence[CallableTool],
+        choice: ToolChoice,
+        prompt: Prompt,
+    ) -> Constraint:
+        """Return what the turn that ``prompt`` asks for may be."""
+        chat_format = self._engine.model.chat_format
+        least, most = _num_calls(choice, is_parallel=params.parallel_tool_calls)
+        return Constraint(
+            tools=tuple(
+                tool for tool in tools if choice.names is None or tool.name in choice.names
+            ),
+            min_calls=least,
+            max_calls=most,
+            text_format=params.text_format,
+            thinks=chat_format.thinks and prompt.conversation.enable_thinking is not False,
+            think_is_open=chat_format.opens_thinking(prompt.token_ids),
+        )
+
+    def open_run(self, prepared: Prepared, prompt: Prompt, snapshots: Iterable[Snapshot]) -> Run:
+        """Return the run of ``prepared``, which is to go on from ``prompt``.
+
+        Raises:
+            ProtocolError: the prompt is too long.
+        """
+        params = prepared.params
+        sampling = SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=self._seed(params),
+            max_output_tokens=params.max_output_tokens,
+            top_logprobs=params.top_logprobs if params.wants_logprobs else None,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+        )
+        constraint = self.constraint(params, prepared.tools, prepared.choice, prompt)
+        with refused("input"):
+            run = self._engine.open_run(
+                prepared.id, prompt.token_ids, sampling, constraint, snapshots
+            )
+        self._telemetry.pre_inference.inc()
+        return run
 
     def _seed(self, params: CreateParams) -> int:
         if params.seed is not None:
@@ -100,29 +291,52 @@ class PreInference:
         return secrets.randbits(63) if self._settings.seed is None else self._settings.seed
 
 
-def constraint_of(tools: list[Tool], choice: ToolChoice, parallel: bool) -> ToolConstraint:
-    """Return what a tool choice means for one segment."""
-    functions = tuple(function_tools(tools))
-    most = None if parallel else 1
+def _conversation(
+    params: CreateParams, history: History, tools: Sequence[CallableTool]
+) -> Conversation:
+    effort = params.reasoning.effort if params.reasoning else None
+    enable_thinking = False if effort in _NO_THINKING else None
+    return Conversation(history, params.instructions, tools, enable_thinking)
+
+
+def _grammar_paths(params: CreateParams) -> dict[str, str]:
+    """Return where the request declares the tools that are in effect."""
+    paths = grammar_paths(params.tools)
+    for i, item in enumerate(params.input):
+        if isinstance(item, AdditionalTools):
+            paths |= grammar_paths(item.tools, f"input[{i}].tools")
+    return paths
+
+
+def _num_calls(choice: ToolChoice, *, is_parallel: bool) -> tuple[int, int | None]:
+    """Return how many calls a turn makes: at least, and at most (None is no bound)."""
+    most = None if is_parallel else 1
     match choice.mode:
         case ToolChoiceMode.AUTO:
-            return ToolConstraint(functions, 0, most)
+            return 0, most
         case ToolChoiceMode.NONE:
-            return ToolConstraint(functions, 0, 0)
+            return 0, 0
         case ToolChoiceMode.REQUIRED:
-            return ToolConstraint(functions, 1, most)
-        case ToolChoiceMode.FUNCTION:
-            named = tuple(f for f in functions if f.name == choice.name)
-            return ToolConstraint(named, 1, 1)
+            return 1, most
+        case ToolChoiceMode.NAMED:
+            return 1, 1
 
 
-def constraint_after_calls(params: CreateParams, choice: ToolChoice | None) -> ToolConstraint:
-    """Return the constraint of a segment that follows tool outputs.
+def choice_after_calls(first: ToolChoice, chosen: ToolChoice | None) -> ToolChoice:
+    """Return the choice of a segment that follows tool outputs.
 
     A forced choice binds once, until the first call was sampled: otherwise a run could never end.
-    ``choice`` binds the next segment anew.
+
+    Args:
+        first: what the response was created with.
+        chosen: what the append says, if it does; it binds the next segment.
     """
-    if choice is None:
-        forced = params.tool_choice.is_forced
-        choice = ToolChoice(ToolChoiceMode.AUTO) if forced else params.tool_choice
-    return constraint_of(params.tools, choice, params.parallel_tool_calls)
+    if chosen is not None:
+        return chosen
+    match first.mode:
+        case ToolChoiceMode.NAMED:
+            return ToolChoice()
+        case ToolChoiceMode.REQUIRED:
+            return msgspec.structs.replace(first, mode=ToolChoiceMode.AUTO)
+        case ToolChoiceMode.AUTO | ToolChoiceMode.NONE:
+            return first

@@ -1,169 +1,435 @@
-"""Speaks for a run: turns what the sampling loop gives into the events of its response.
+"""Speaks for one response: turns what the sampling loop gives into the events of its stream.
 
-In the append dialect a run is one response, from ``response.created`` to ``response.completed``,
-with a ``response.done`` at each suspension. Otherwise each segment is a response of its own.
+A response is a run. Where the dialect lets it go on after tool calls, it has several segments; what
+it says at the end of one is the whole difference between the dialects.
 """
 
+import logging
+import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Any, assert_never
+from collections.abc import AsyncGenerator, Hashable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, nullcontext
+from typing import Any, TypeGuard, assert_never
 
+import msgspec
+
+from protocol import errors
+from protocol.codec import encode
 from protocol.dialect import Dialect
+from protocol.errors import ProtocolError
+from protocol.output_items import OutputCall, OutputItem, as_input
 from protocol.response import ResponseResource, Usage, build_response
 from protocol.response_stream import ResponseStream, StreamState
+from protocol.sealed import seal
 from protocol.server_events import ServerEvent
-from sampler.engine import Engine, EngineError, ToolCaller
+from protocol.tools import split_name
+from protocol.validation import JsonObject
+from sampler.engine import EngineError, Resumption, ToolCaller
 from sampler.outputs import (
     ArgumentsDelta,
     CallDone,
     CallStarted,
     Output,
+    ReasoningDelta,
+    ReasoningDone,
     SegmentEnded,
     SegmentStarted,
-    StopReason,
     TextDelta,
 )
-from sampler.run import Run
-from server.post_inference import PostInference
-from server.pre_inference import PreparedRun, new_id
-from server.telemetry import Telemetry
+from sampler.prompt import Prompt
+from sampler.recorded_turn import RecordedTurn, TurnItem, calls_in
+from sampler.run import Run, RunEvent, StopReason
+from sampler.suspension import Suspension
+from server.compaction import Compacting
+from server.memory import Memory
+from server.past_response import PastResponse, new_id, pack, with_ids
+from server.pre_inference import Prepared
+from server.response_store import StoredResponse, StoreError
+from server.run_report import run_report, usage_of
+from server.services import Services
+
+logger = logging.getLogger(__name__)
 
 
 class Responder:
-    """Gives the events of one run."""
+    """Gives the events of one response, and leaves it to be followed."""
 
     def __init__(
         self,
-        prepared: PreparedRun,
+        prepared: Prepared,
         dialect: Dialect,
-        engine: Engine,
-        post_inference: PostInference,
-        telemetry: Telemetry,
+        services: Services,
+        memory: Memory,
+        slot: Hashable,
     ) -> None:
-        self._prepared = prepared
+        """Speak for ``prepared``.
+
+        Args:
+            prepared: the response.
+            dialect: how it ends a segment.
+            services: what samples, accounts and stores it.
+            memory: where it is kept at rest.
+            slot: in which slot.
+        """
+        self.prepared = prepared
+        self.prompt: Prompt = prepared.prompt
+        """The conversation so far, the turns of this response included."""
+        self._input_items: list[JsonObject] = list(prepared.wire_items)
+        self._wire_items: list[JsonObject] = list(prepared.wire_items)  # the output among them
         self._run = prepared.run
         self._dialect = dialect
-        self._engine = engine
-        self._post_inference = post_inference
-        self._telemetry = telemetry
+        self._services = services
+        self._memory = memory
+        self._slot = slot
+        self._store = services.store if prepared.params.store else None
+        self._stored_events: list[bytes] = []
+        self._in_progress = ExitStack()
+        self._failure: ProtocolError | None = None
         self._post_inference_seconds: float | None = None
-        self._stream = self._new_stream(self._run.id)
+        self._num_recorded = 0  # output items that belong to recorded turns
+        self.stream = self._new_stream()
+
+    @property
+    def _runs(self) -> list[Run]:
+        """Those begun: the one that compacts the conversation, if any, and the one that answers."""
+        compacting = self.prepared.compacting
+        return [run for run in (compacting and compacting.run, self._run) if run]
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        return self.prepared.id
 
     @property
     def response(self) -> ResponseResource:
         """The response as its latest lifecycle event shows it."""
-        return self._stream.response
+        return self.stream.response
+
+    @property
+    def call_ids(self) -> set[str]:
+        """The ids of all calls that this response has made."""
+        return {item.call_id for item in filter(_is_call, self.stream.output)}
+
+    @property
+    def unanswered_calls(self) -> list[OutputCall]:
+        """The calls that the response has stopped for."""
+        last = self.prompt.conversation.items[-1:]
+        waiting = {call.call_id for call in calls_in(last)}
+        return [call for call in filter(_is_call, self.stream.output) if call.call_id in waiting]
+
+    # --- Ending early -----------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Have sampling end after the token in flight: the client wants no more."""
+        for run in self._runs:
+            run.wanted_stop = StopReason.CANCELLED
+
+    def steer(self) -> None:
+        """Have sampling end at the next gap between items: the client has something to say."""
+        for run in self._runs:
+            run.wanted_stop = run.wanted_stop or StopReason.STEERED
+
+    def fail(self, error: ProtocolError) -> None:
+        """Have the response end as failed, as soon as the token in flight is sampled, or as soon as
+        the tool caller returns."""
+        self._failure = error
+        self.cancel()
+
+    # --- Events -----------------------------------------------------------------------------------
 
     async def events(
-        self, call_tools: ToolCaller | None = None
+        self,
+        call_tools: ToolCaller | None = None,
+        turn: AbstractAsyncContextManager[Any] | None = None,
     ) -> AsyncGenerator[ServerEvent, None]:
-        """Sample the run and give the events of its response, the terminal one last.
+        """Sample the response and give its events, the terminal one last.
 
-        Close the generator to cancel the run. A run whose client abandons it while it is suspended
-        gives no terminal event: its last segment was closed, and nobody listens.
+        Close the generator to cancel the run. In the append dialect a run that its client abandons
+        while it is suspended gives no terminal event: its last segment was closed, and what came
+        now would be taken for the next response.
+
+        Args:
+            call_tools: has the calls made that the response stops for; None ends it there.
+            turn: what it waits for before it begins, and holds to its end.
         """
-        try:
-            async with aclosing(self._engine.sample(self._run, call_tools)) as outputs:
-                async for output in outputs:
-                    for event in self._speak(output):
+        with self._in_progress:
+            self._track()
+            try:
+                async with (
+                    turn or nullcontext(),
+                    aclosing(self._unstored_events(call_tools)) as events,
+                ):
+                    async for event in events:
+                        if self._store:
+                            self._stored_events.append(encode(event))
+                            if self.stream.is_finished:
+                                await self._put()
                         yield event
+            finally:
+                self._finish()
+
+    def _track(self) -> None:
+        """From now on a server that is to end waits for this response."""
+        self._in_progress.enter_context(self._services.draining.track(self._drained))
+
+    async def _unstored_events(
+        self, call_tools: ToolCaller | None
+    ) -> AsyncGenerator[ServerEvent, None]:
+        try:
+            if self.prepared.params.background:
+                for event in self.stream.queue():
+                    yield event
+            if not self._runs:
+                for event in self._warm_up():
+                    yield event
+                return
+            if self.prepared.compacting:
+                for event in self._start():
+                    yield event
+                for event in await self._compact(self.prepared.compacting):
+                    yield event
+            if self._run is None:
+                return  # it has ended already
+            caller = call_tools and self._while_suspended(call_tools)
+            async with aclosing(self._services.engine.sample(self._run, caller)) as outputs:
+                async for output in outputs:
+                    for event in self._speak(self._run, output):
+                        yield event
+            if not self.stream.is_finished and self._dialect is Dialect.INJECT:
+                for event in self._end_abandoned():
+                    yield event
         except EngineError as error:
             self._finish()
-            for event in self._stream.fail(
-                "server_error", str(error), self._usage(), self._report()
-            ):
+            for event in [*self._start(), *self._fail("server_error", str(error))]:
                 yield event
-        finally:
-            self._finish()
 
-    def _speak(self, output: Output) -> list[ServerEvent]:
+    def _while_suspended(self, call_tools: ToolCaller) -> ToolCaller:
+        """Return ``call_tools`` for a response that nobody waits for meanwhile."""
+
+        async def call(suspension: Suspension) -> Resumption | None:
+            self._in_progress.close()
+            resumption = await call_tools(suspension)
+            self._track()
+            return resumption
+
+        return call
+
+    async def _compact(self, compacting: Compacting) -> list[ServerEvent]:
+        """Have the conversation compacted, where that makes it shorter, and open the run that goes
+        on from there. The item is told of when it is there: it may come to nothing."""
+        compacted = await self._services.compactor.compact(compacting, self.prompt)
+        if compacting.is_cancelled:
+            self._finish()
+            return self._end_cancelled()
+        try:
+            run = self._services.pre_inference.open_run(
+                self.prepared, compacted.prompt, [compacted.snapshot]
+            )
+        except ProtocolError as error:
+            return self._fail(error.code or "server_error", error.message)
+        run.wanted_stop = compacting.run.wanted_stop
+        self._run, self.prompt = run, compacted.prompt
+        if (compaction := compacted.compaction) is None:
+            return []
+        return self.stream.compaction(seal(compaction.summary), compaction.id)
+
+    def _warm_up(self) -> list[ServerEvent]:
+        """Return the events of a response that samples nothing (WebSocket events reference,
+        ``generate: false``)."""
+        num_tokens = len(self.prompt.token_ids)
+        snapshot = self._services.engine.new_snapshot(self.prompt.token_ids)
+        events = [
+            *self.stream.start(),
+            *self.stream.complete(Usage.of(num_tokens, 0), None, int(time.time())),
+        ]
+        params = self.prepared.params
+        self._memory.keep(
+            self._slot,
+            PastResponse(
+                self.id,
+                self.prompt.conversation.items,
+                self._wire_items,
+                params,
+                snapshot=snapshot,
+                is_warm_up=True,
+            ),
+        )
+        return events
+
+    def _speak(self, run: Run, output: Output) -> list[ServerEvent]:
+        stream = self.stream
         match output:
             case SegmentStarted():
+                # A resumed response has been announced already.
                 return self._start()
-            case TextDelta(text):
-                return self._stream.text_delta(text)
-            case CallStarted(call_id, name):
-                return self._stream.call_started(call_id, name)
+            case TextDelta(text, logprobs):
+                return stream.text_delta(text, logprobs)
+            case ReasoningDelta(text):
+                return stream.reasoning_delta(text)
+            case ReasoningDone():
+                return stream.reasoning_done()
+            case CallStarted(call_id, name, is_custom):
+                namespace, bare_name = split_name(name)
+                return stream.call_started(call_id, bare_name, namespace, is_custom=is_custom)
             case ArgumentsDelta(text):
-                return self._stream.arguments_delta(text)
+                return stream.arguments_delta(text)
             case CallDone():
-                return self._stream.call_done()
+                return stream.call_done()
             case SegmentEnded():
-                return self._end(output)
+                return self._end(run, output)
             case _:
                 assert_never(output)
 
     def _start(self) -> list[ServerEvent]:
-        if self._stream.is_finished:
-            self._stream = self._new_stream(new_id("resp"))
-        # In the append dialect a resumed response has been announced already.
-        return self._stream.start() if self._stream.state is StreamState.NEW else []
+        is_new = self.stream.state in (StreamState.NEW, StreamState.QUEUED)
+        return self.stream.start() if is_new else []
 
-    def _end(self, ended: SegmentEnded) -> list[ServerEvent]:
-        self._telemetry.observe_segment(ended.segment, is_resumed=len(self._run.segments) > 1)
+    def _end(self, run: Run, ended: SegmentEnded) -> list[ServerEvent]:
+        self._services.telemetry.observe_segment(ended.segment, is_resumed=len(run.segments) > 1)
         if ended.suspension is None:
             self._finish()
-        elif self._dialect is Dialect.APPEND:
-            return self._stream.suspend(self._usage(), self._report())
+        events = self._closing_events(ended)
+        self._keep(run, ended)
+        return events
+
+    def _closing_events(self, ended: SegmentEnded) -> list[ServerEvent]:
+        stream, usage, report = self.stream, self._usage(), self._report()
+        if ended.suspension is not None:
+            if self._dialect is Dialect.INJECT:
+                return stream.pause()
+            return stream.suspend(usage, report)
+        if ended.reason is StopReason.CANCELLED:
+            return self._end_cancelled()
+        events = [] if stream.has_items else stream.empty_message()
         match ended.reason:
             case StopReason.END_OF_TURN | StopReason.TOOL_CALLS:
-                return self._stream.complete(self._usage(), self._report(), int(time.time()))
+                return [*events, *stream.complete(usage, report, int(time.time()))]
             case StopReason.MAX_OUTPUT_TOKENS | StopReason.CONTEXT_LENGTH:
                 # The wire has one word for both limits.
-                return self._stream.incomplete("max_output_tokens", self._usage(), self._report())
+                return [*events, *stream.incomplete("max_output_tokens", usage, report)]
+            case StopReason.STEERED:
+                return [*events, *stream.incomplete("steered", usage, report)]
             case _:
                 assert_never(ended.reason)
 
-    def _finish(self) -> None:
-        if self._post_inference_seconds is None:
-            self._post_inference_seconds = self._post_inference.finish(self._run)
+    def _end_cancelled(self) -> list[ServerEvent]:
+        if self._failure is not None:
+            return self._fail(self._failure.code or "server_error", self._failure.message)
+        return self.stream.cancel(self._usage(), self._report())
 
-    def _new_stream(self, response_id: str) -> ResponseStream:
-        response = build_response(
-            self._prepared.params, id=response_id, created_at=int(time.time())
+    def _end_abandoned(self) -> list[ServerEvent]:
+        self._finish()
+        return self._end_cancelled()
+
+    def _fail(self, code: str, message: str) -> list[ServerEvent]:
+        return self.stream.fail(code, message, self._usage(), self._report())
+
+    def _drained(self) -> None:
+        self.fail(errors.server_error("the server is shutting down"))
+
+    # --- What is left of it -----------------------------------------------------------------------
+
+    def go_on(self, prompt: Prompt, items: Sequence[JsonObject]) -> None:
+        """Take note of what a client appended: ``prompt`` includes it."""
+        self.prompt = prompt
+        named = with_ids(items)
+        self._input_items += named
+        self._wire_items += named
+
+    def _keep(self, run: Run, ended: SegmentEnded) -> None:
+        """Keep the response as it is at rest: over, or suspended."""
+        items = self.stream.output[self._num_recorded :]
+        self._num_recorded = len(self.stream.output)
+        self._wire_items += [msgspec.to_builtins(item) for item in items]
+        said = map(as_input, filter(_is_whole, items))
+        self.prompt = self.prompt.after(
+            RecordedTurn(
+                tuple(item for item in said if isinstance(item, TurnItem)), ended.token_ids
+            )
         )
-        return ResponseStream(response, new_id)
+        self._memory.keep(
+            self._slot,
+            PastResponse(
+                self.id,
+                self.prompt.conversation.items,
+                self._wire_items,
+                self.prepared.params,
+                self.prompt,
+                self._services.engine.snapshot(run),
+            ),
+        )
+
+    async def store_as_it_is(self) -> None:
+        """Store the response before it begins, so that it can be found."""
+        if self._store:
+            await self._put()
+
+    async def _put(self) -> None:
+        assert self._store is not None
+        stored = StoredResponse(
+            id=self.id,
+            key=self._memory.key_id,
+            model=self.response.model,
+            created_at=self.response.created_at,
+            response=encode(self.response),
+            input_items=self._input_items,
+            conversation=pack(self.prompt.conversation.items),
+            events=self._stored_events,
+            item_ids=tuple(item.id for item in self.response.output),
+        )
+        try:
+            await self._store.put(stored)
+        except StoreError:  # a full disk, say
+            if self.prepared.params.background:
+                raise  # nobody would ever see the response
+            logger.exception("response %s is not stored", self.id)
+
+    def _finish(self) -> None:
+        if not self._runs or self._post_inference_seconds is not None:
+            return
+        if not self._runs[-1].is_finished:
+            self._runs[-1].apply(RunEvent.CANCEL)  # its turn never came
+        self._post_inference_seconds = sum(map(self._services.post_inference.finish, self._runs))
+
+    def _new_stream(self) -> ResponseStream:
+        params = self.prepared.params
+        response = build_response(
+            params, id=self.id, created_at=int(time.time()), store=self._store is not None
+        )
+        if params.background:
+            response = msgspec.structs.replace(response, status="queued")
+        summary = params.reasoning.summary if params.reasoning else None
+        return ResponseStream(
+            response,
+            new_id,
+            padding=_padding if params.include_obfuscation else None,
+            reasoning_as_summary=summary is not None,
+            seals_reasoning="reasoning.encrypted_content" in params.include,
+        )
 
     def _usage(self) -> Usage:
-        segment = self._run.segments[-1]
-        return Usage.of(
-            input_tokens=segment.input_tokens,
-            cached_tokens=segment.cached_tokens,
-            output_tokens=segment.output_tokens,
-        )
+        """Return the usage to tell now: clients of the append dialect add up the segments, of which
+        the first includes what compacting took; where a response has but one closing event, it is
+        the sum."""
+        segments = self._runs[-1].segments
+        if self._dialect is not Dialect.INJECT and len(segments) > 1:
+            return usage_of(segments[-1:])
+        return usage_of([segment for run in self._runs for segment in run.segments])
 
     def _report(self) -> dict[str, Any]:
         post = self._post_inference_seconds or 0.0
-        return run_report(self._run, self._prepared.pre_inference_seconds, post)
+        return run_report(self._runs, self.prepared.pre_inference_seconds, post)
 
 
-def run_report(
-    run: Run, pre_inference_seconds: float, post_inference_seconds: float
-) -> dict[str, Any]:
-    """Return the content of ``suspend:run``: totals over the run's segments so far, in seconds."""
-    segments = run.segments
-    input_tokens = sum(segment.input_tokens for segment in segments)
-    output_tokens = sum(segment.output_tokens for segment in segments)
-    return {
-        "id": run.id,
-        "seed": run.params.seed,
-        "segments": len(segments),
-        "usage": {
-            "input_tokens": input_tokens,
-            "cached_tokens": sum(segment.cached_tokens for segment in segments),
-            "output_tokens": output_tokens,
-            "total_tokens": input_tokens + output_tokens,
-        },
-        "tokens_forwarded": run.num_forwarded + run.tokens_reforwarded,
-        "tokens_reforwarded": run.tokens_reforwarded,
-        "time_to_first_token": segments[-1].time_to_first_token,
-        "time_info": {
-            "queue": sum(segment.queue_seconds for segment in segments),
-            "pre_inference": pre_inference_seconds,
-            "prefill": sum(segment.prefill_seconds for segment in segments),
-            "decode": sum(segment.decode_seconds for segment in segments),
-            "suspended": run.suspended_seconds,
-            "post_inference": post_inference_seconds,
-        },
-    }
+def _is_call(item: OutputItem) -> TypeGuard[OutputCall]:
+    return isinstance(item, OutputCall)
+
+
+def _is_whole(item: OutputItem) -> bool:
+    """Tell whether ``item`` is something that was said: a call cut short never was one."""
+    return not (_is_call(item) and item.status == "incomplete")
+
+
+def _padding() -> str:
+    """Return random text that hides how long a delta is."""
+    return secrets.token_urlsafe(secrets.randbelow(16))

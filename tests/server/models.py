@@ -2,15 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 
 import pytest
 import torch
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import pre_tokenizers
-from tokenizers.models import BPE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,7 +18,15 @@ from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import ModelRunner
 from sampler.tokenizer import Tokenizer
-from tests.tiny_model import END_OF_TEXT, IM_END, ScriptedRunner, byte_tokenizer, call_text
+from tests.tiny_model import (
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
+    ScriptedRunner,
+    byte_tokenizer,
+    call_text,
+    word_tokenizer,
+)
 
 WORDS = (
     '<tool_call>\n{"name": "get_weather", "arguments": ',
@@ -32,6 +38,7 @@ WORDS = (
     "Rain.",
     "Sun.",
     "Let me look.",
+    "<think>\nHm.\n</think>\n\n",
 )
 """A model step takes milliseconds however small the model, so what it often says is a token each;
 the rest is a token per byte."""
@@ -39,11 +46,20 @@ the rest is a token per byte."""
 OSLO = call_text("get_weather", '{"city": "Oslo"}')
 BERGEN = call_text("get_weather", '{"city": "Bergen"}')
 BOTH = f"{OSLO}\n{BERGEN}"
+THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 
-def scripted_engine(*turns: str, max_context: int = 4096) -> Engine:
-    """Return an engine whose model says ``turns``, one after the other. Close it."""
-    tokenizer = Tokenizer(_tokenizer_with_words(), [END_OF_TEXT, IM_END])
+def scripted_engine(
+    *turns: str | Sequence[int], max_context: int = 4096, thinks: bool = False
+) -> Engine:
+    """Return an engine whose model says ``turns``, one after the other. Close it.
+
+    Args:
+        turns: as text or token ids.
+        max_context: the most positions.
+        thinks: whether the model may think before it speaks.
+    """
+    tokenizer = _tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -54,35 +70,28 @@ def scripted_engine(*turns: str, max_context: int = 4096) -> Engine:
         num_key_value_heads=2,
         max_position_embeddings=max_context,
     )
-    runner = ScriptedRunner(LlamaForCausalLM(config), list(map(tokenizer.encode_text, turns)))
+    header = [IM_START, *tokenizer.encode_text("assistant\n")]
+    script = [tokenizer.encode_text(t) if isinstance(t, str) else list(t) for t in turns]
+    runner = ScriptedRunner(LlamaForCausalLM(config), script, header)
     tokenizer.counters = runner.counters
-    model = LoadedModel("tiny", runner, tokenizer, ChatMLFormat(tokenizer))
+    model = LoadedModel("tiny", runner, tokenizer, ChatMLFormat(tokenizer, thinks=thinks))
     return Engine(model, prefill_chunk=max_context)
 
 
-def _tokenizer_with_words() -> FastTokenizer:
-    """Return the byte tokenizer with merges that make each of ``WORDS`` one token.
-
-    The merges are needed: where a grammar leaves no choice, llguidance admits only the token that
-    the tokenizer itself would use.
-    """
-    plain = byte_tokenizer()
-    vocab = plain.get_vocab()
-    merges: list[tuple[str, str]] = []
-    for word in WORDS:
-        head, *letters = list(_in_byte_alphabet(word))
-        for letter in letters:
-            if head + letter not in vocab:
-                merges.append((head, letter))
-                vocab[head + letter] = len(vocab)
-            head += letter
-    plain.model = BPE(vocab=vocab, merges=merges)
-    return plain
+@cache
+def encoded(text: str) -> tuple[int, ...]:
+    """Return the ids that the tokenizer chooses for ``text``."""
+    return tuple(_tokenizer().encode_text(text))
 
 
-def _in_byte_alphabet(text: str) -> str:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return "".join(piece for piece, _ in byte_level.pre_tokenize_str(text))
+def spelled_out(text: str) -> list[int]:
+    """Return ids that no tokenizer would choose for ``text`` where a word in it is one token: one
+    per byte. Who encodes what a model said that way gets other ids."""
+    return byte_tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def _tokenizer() -> Tokenizer:
+    return Tokenizer(word_tokenizer(WORDS), [END_OF_TEXT, IM_END])
 
 
 class Held:
@@ -151,3 +160,25 @@ def inputs_of(engine: Engine) -> list[int]:
     """Return every token id that a scripted model was given, in order."""
     assert isinstance(engine.model.runner, ScriptedRunner)
     return [token_id for chunk in engine.model.runner.inputs for token_id in chunk]
+
+
+def steps_of(engine: Engine) -> list[int]:
+    """Return how many token ids a scripted model was given in each step."""
+    assert isinstance(engine.model.runner, ScriptedRunner)
+    return list(map(len, engine.model.runner.inputs))
+
+
+def context_of(engine: Engine) -> tuple[int, ...]:
+    """Return every token id that a scripted model knew of when it said its latest token."""
+    assert isinstance(engine.model.runner, ScriptedRunner)
+    return engine.model.runner.context
+
+
+def context_text(engine: Engine) -> str:
+    """Return the same as text."""
+    return text_of(context_of(engine))
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """Return the text that a scripted model reads in ``token_ids``; control tokens are left out."""
+    return b"".join(map(_tokenizer().token_bytes, token_ids)).decode()

@@ -25,8 +25,16 @@ def tool(**members: Any) -> list[Event]:
     return [TOOL | members]
 
 
+def strict_tool(parameters: Event) -> Event:
+    return TOOL | {"name": "b", "parameters": parameters, "strict": True}
+
+
 def part(**members: Any) -> list[Event]:
     return [{"role": "user", "content": [members]}]
+
+
+def lark(definition: str) -> Event:
+    return {"type": "grammar", "syntax": "lark", "definition": definition}
 
 
 CALL = {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": "{}"}
@@ -80,7 +88,7 @@ BAD_BODIES: dict[str, tuple[Event | str, Refusal]] = {
     "an output without call": ({"input": [OUTPUT]}, Refusal(400, None, "input")),
     "a call answered twice": (
         {"input": [CALL, OUTPUT, OUTPUT]},
-        Refusal(400, "duplicate_call_id", "input[2].call_id"),
+        Refusal(400, "duplicate_call_id", "input"),
     ),
     "an unknown model": ({"model": "gpt-9"}, Refusal(404, "model_not_found", "model")),
     "a model of a number": ({"model": 5}, Refusal(400, "invalid_type", "model")),
@@ -123,19 +131,19 @@ BAD_BODIES: dict[str, tuple[Event | str, Refusal]] = {
         Refusal(400, "invalid_type", "tools[0].parameters"),
     ),
     "a schema of an unknown type": (
-        {"tools": [TOOL, *tool(name="b", parameters={"properties": {"x": {"type": "tuple"}}})]},
+        {"tools": [TOOL, strict_tool({"properties": {"x": {"type": "tuple"}}})]},
         Refusal(400, "invalid_value", "tools[1].parameters"),
     ),
     "a schema that nothing satisfies": (
-        {"tools": tool(parameters={"properties": {"x": False}, "required": ["x"]})},
+        {"tools": [strict_tool({"properties": {"x": False}, "required": ["x"]})]},
         Refusal(400, "invalid_value", "tools[0].parameters"),
     ),
     "a schema with a broken pattern": (
-        {"tools": tool(parameters={"properties": {"x": {"type": "string", "pattern": "("}}})},
+        {"tools": [strict_tool({"properties": {"x": {"type": "string", "pattern": "("}}})]},
         Refusal(400, "invalid_value", "tools[0].parameters"),
     ),
     "a schema of members that are no schemas": (
-        {"tools": tool(parameters={"properties": {"x": 5}})},
+        {"tools": [strict_tool({"properties": {"x": 5}})]},
         Refusal(400, "invalid_value", "tools[0].parameters"),
     ),
     "an unknown choice": ({"tool_choice": "maybe"}, Refusal(400, "invalid_value", "tool_choice")),
@@ -151,14 +159,42 @@ BAD_BODIES: dict[str, tuple[Event | str, Refusal]] = {
         {"previous_response_id": "resp_1"},
         Refusal(400, "previous_response_not_found", "previous_response_id"),
     ),
-    "work in the background": (
-        {"background": True},
+    "work in the background that is not stored": (
+        {"background": True, "store": False},
         Refusal(400, "unsupported_parameter", "background"),
     ),
-    "a warm-up": ({"generate": False}, Refusal(400, "unsupported_parameter", "generate")),
-    "structured output": (
-        {"text": {"format": {"type": "json_object"}}},
-        Refusal(400, "unsupported_parameter", "text.format"),
+    "a conversation": (
+        {"conversation": "c"},
+        Refusal(400, "unsupported_parameter", "conversation"),
+    ),
+    "a stored prompt": ({"prompt": {"id": "p"}}, Refusal(400, "unsupported_parameter", "prompt")),
+    "too many log probabilities": (
+        {"top_logprobs": 21},
+        Refusal(400, "invalid_value", "top_logprobs"),
+    ),
+    "a penalty too high": (
+        {"presence_penalty": 2.5},
+        Refusal(400, "invalid_value", "presence_penalty"),
+    ),
+    "a text format that nobody knows": (
+        {"text": {"format": {"type": "xml"}}},
+        Refusal(400, "invalid_value", "text.format.type"),
+    ),
+    "a text format without its schema": (
+        {"text": {"format": {"type": "json_schema", "name": "answer"}}},
+        Refusal(400, "missing_required_parameter", "text.format.schema"),
+    ),
+    "a text format of a schema that is none": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "tuple"}}}},
+        Refusal(400, "invalid_value", "text.format.schema"),
+    ),
+    "a grammar that is none": (
+        {"tools": [{"type": "custom", "name": "c", "format": lark("start: (")}]},
+        Refusal(400, "invalid_value", "tools[0].format"),
+    ),
+    "a tool in a namespace without a name": (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+        Refusal(400, "missing_required_parameter", "tools[0].tools[0].name"),
     ),
     "more than the context": (
         {"input": "a" * 5000},
@@ -178,9 +214,17 @@ BAD_FRAMES: dict[str, tuple[str, Refusal]] = {
         '{"type": "response.completed"}',
         Refusal(400, "unsupported_event_type", "type"),
     ),
-    "a named lane": (
-        '{"type": "response.create", "input": "Hi", "stream_id": "a"}',
-        Refusal(400, "unsupported_parameter", "stream_id"),
+    "work in the background": (
+        '{"type": "response.create", "input": "Hi", "background": true}',
+        Refusal(400, "unsupported_parameter", "background"),
+    ),
+    "a lane of no name": (
+        '{"type": "response.create", "input": "Hi", "stream_id": ""}',
+        Refusal(400, "invalid_stream_id", "stream_id"),
+    ),
+    "an append on a lane of no name": (
+        '{"type": "response.append", "input": "Hi", "stream_id": "a b"}',
+        Refusal(400, "invalid_stream_id", "stream_id"),
     ),
 }
 
@@ -219,10 +263,15 @@ BAD_APPENDS: dict[str, tuple[Event, Refusal]] = {
         {"input": "Hi", "tool_choice": {"type": "function", "name": "f"}},
         Refusal(400, "invalid_value", "tool_choice.name"),
     ),
-    "a named lane": (
-        {"input": "Hi", "stream_id": "a"},
-        Refusal(400, "unsupported_parameter", "stream_id"),
+    "tools": (
+        {"input": [{"type": "additional_tools", "role": "developer", "tools": []}]},
+        Refusal(400, "unsupported_parameter", "input[0]"),
     ),
+    "nothing new": (
+        {"input": [{"role": "assistant", "content": "Hm."}]},
+        Refusal(400, "invalid_value", "input"),
+    ),
+    "another lane": ({"input": "Hi", "stream_id": "a"}, Refusal(400, "no_suspended_response")),
 }
 
 

@@ -4,13 +4,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from sampler.chat_template import ConversationError
+from sampler.conversation import ConversationError
 from sampler.grammar import GrammarError
 from tests.server.models import OSLO
 from tests.server.running import BODY, output, serving, suspended, text_in
 
 
-def refuse(*_: Any) -> NoReturn:
+def refuse(*_: Any, **__: Any) -> NoReturn:
     raise ConversationError("the chat template refuses this: no system role")
 
 

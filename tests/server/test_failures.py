@@ -1,12 +1,15 @@
 """What is our fault: a step that fails, a bug, a peer too slow for us."""
 
+import asyncio
 import json
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 
+from protocol.codec import encode
 from sampler.run import RunState
+from server.settings import Settings
 from tests.server.models import OSLO, failing_at
 from tests.server.running import (
     BODY,
@@ -29,7 +32,7 @@ client that does not read."""
 async def test_a_step_that_fails_fails_the_response_and_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as client:
         with failing_at(4, server.engine):
             failed = await client.create()
         next_one = await client.create()
@@ -101,13 +104,13 @@ def broken(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("a bug")
 
 
-@pytest.mark.parametrize("place", ["server.responder.run_report", "server.connection.parse_append"])
+@pytest.mark.parametrize("place", ["server.responder.run_report", "server.lane.parse_append"])
 async def test_a_bug_closes_its_connection_is_logged_and_spares_the_others(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as other:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as other:
         call = calls_in(await other.create())[0]
-        async with server.connect(append=True) as client:
+        async with server.connect("append") as client:
             with monkeypatch.context() as patch:
                 patch.setattr(place, broken)
                 with pytest.raises(ConnectionClosed) as closed:
@@ -154,6 +157,53 @@ async def test_a_slow_reader_pauses_its_own_run_alone() -> None:
         assert paused_at == 0
         assert run.state is RunState.COMPLETED
         assert text_in(late[-1]["response"]) == "Sun." * 20
+
+
+async def test_a_client_that_reads_nothing_for_too_long_loses_its_run_and_holds_up_nobody() -> None:
+    settings = Settings(send_timeout_seconds=0.05)
+    async with serving("Sun." * 20, settings=settings) as server:
+        async with server.connect() as slow, server.connect() as quick:
+            slow.socket.transport.pause_reading()
+            await slow.send("response.create", input="Hi", user=BALLAST)
+            await until(lambda: len(server.engine.runs) == 1)
+            (run,) = server.engine.runs
+            last = await quick.create()
+            await until(lambda: server.num_requests == 1)
+            slow.abort()
+
+        assert run.state is RunState.CANCELLED
+        assert text_in(last[-1]["response"]) == "Sun." * 20
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(False, id="sampled"),
+        pytest.param(True, id="told again", marks=pytest.mark.slow),
+    ],
+)
+async def test_an_event_stream_that_nobody_reads_is_given_up_and_holds_up_nobody(
+    stored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(send_timeout_seconds=0.05, recent_responses=0)
+    body = encode(BODY | {"input": "Hi", "user": BALLAST, "stream": not stored})
+    asked = b"POST /v1/responses"
+    async with serving("Sun." * 20, settings=settings) as server, server.http() as http:
+        if stored:
+            past = (await http.post("/v1/responses", content=body)).json()
+            asked, body = f"GET /v1/responses/{past['id']}?stream=true".encode(), b""
+        head = b"%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        cast(asyncio.Transport, writer.transport).pause_reading()
+        writer.write(head % (asked, len(body)) + body)
+        await until(lambda: server.num_requests == 1)
+        await until(lambda: server.num_requests == 0)
+        await server.until_free()
+        answer = await http.post("/v1/responses", json=BODY)
+        writer.transport.abort()
+
+        assert text_in(answer.json()) == "Sun." * 20
+        assert not any(record.exc_info for record in caplog.records)
 
 
 async def test_a_client_that_leaves_while_it_is_waited_for_frees_its_run(

@@ -31,7 +31,7 @@ async def check_others_go_on(server: Running) -> None:
     """Check that everything is free, and that a run of another connection is whole."""
     await server.until_free()
     await until(lambda: server.num_requests == 0)
-    async with server.connect(append=True) as other:
+    async with server.connect("append") as other:
         first = await other.create()
         last = await other.append(output(calls_in(first)[0]))
     assert last[-1]["type"] == "response.completed"
@@ -39,7 +39,7 @@ async def check_others_go_on(server: Running) -> None:
 
 @either_way
 async def test_leaving_while_suspended_frees_the_run(leave: Leave) -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as client:
         await client.create()
         await leave(client)
         await check_others_go_on(server)
@@ -47,7 +47,7 @@ async def test_leaving_while_suspended_frees_the_run(leave: Leave) -> None:
 
 @either_way
 async def test_leaving_while_a_token_is_sampled_frees_the_run(leave: Leave) -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as client:
         with held_at(3, server.engine) as model:
             await client.send("response.create", **BODY)
             await model.reached.wait()
@@ -58,7 +58,7 @@ async def test_leaving_while_a_token_is_sampled_frees_the_run(leave: Leave) -> N
 
 @either_way
 async def test_leaving_while_a_resumed_run_is_prefilled_frees_it(leave: Leave) -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as client:
         call = calls_in(await client.create())[0]
         with held_at(1, server.engine) as model:
             await client.send("response.append", input=[output(call)])
@@ -89,7 +89,7 @@ async def test_leaving_during_a_prefill_of_many_chunks_ends_it_at_the_chunk_in_f
 
 async def test_leaving_with_creates_in_the_queue_forgets_them() -> None:
     async with serving(OSLO, "Sun.") as server:
-        async with server.connect(append=True) as client:
+        async with server.connect("append") as client:
             with held_at(2, server.engine) as model:
                 for _ in range(3):
                     await client.send("response.create", **BODY)
@@ -104,7 +104,7 @@ async def test_leaving_with_creates_in_the_queue_forgets_them() -> None:
 
 
 async def test_leaving_before_the_append_is_answered_frees_the_run() -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as client:
         call = calls_in(await client.create())[0]
         await client.send("response.append", input=[output(call)])
         client.abort()
@@ -112,8 +112,8 @@ async def test_leaving_before_the_append_is_answered_frees_the_run() -> None:
 
 
 async def test_another_connection_is_sampled_while_one_leaves() -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as stays:
-        async with server.connect(append=True) as leaves:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as stays:
+        async with server.connect("append") as leaves:
             await asyncio.gather(stays.create(), leaves.create())
             leaves.abort()
             await until(lambda: len(server.engine.runs) == 1)
@@ -124,7 +124,7 @@ async def test_another_connection_is_sampled_while_one_leaves() -> None:
 
 async def test_a_client_that_breaks_the_websocket_protocol_is_closed_and_its_run_freed() -> None:
     async with serving(OSLO, "Sun.") as server:
-        async with server.connect(append=True) as client:
+        async with server.connect("append") as client:
             await client.create()
             client.send_bytes(b"\x83\x80\x00\x00\x00\x00")  # opcode 3 is reserved
             with pytest.raises(ConnectionClosed) as closed:
@@ -139,7 +139,7 @@ async def test_a_client_that_breaks_the_websocket_protocol_is_closed_and_its_run
 async def test_a_hundred_runs_suspended_and_dropped_leave_nothing() -> None:
     async with serving(OSLO, "Sun.") as server:
         for cycle in range(100):
-            async with server.connect(append=cycle % 2 == 0) as client:
+            async with server.connect("append" if cycle % 2 else None) as client:
                 await client.create()
                 if cycle % 3:
                     client.abort()

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from protocol.codec import decode_object, encode
+from protocol.codec import encode
 from sampler.engine import Engine
 from server.settings import Settings
+from tests.server.http_client import post, post_streamed
 from tests.server.models import OSLO, held_at, inputs_of, scripted_engine
 from tests.server.refusals import BAD_BODIES, Refusal, body_text, refusal
 from tests.server.running import (
@@ -18,36 +19,15 @@ from tests.server.running import (
     Running,
     calls_in,
     check_events,
-    check_response,
     output,
     parse_sse,
     serving,
     text_in,
     until,
 )
-from tests.tiny_model import tiny_model
+from tests.tiny_model import call_text, tiny_model
 
 STREAMED: Event = BODY | {"stream": True}
-
-
-async def post(server: Running, **members: Any) -> Event:
-    """Return the response to a request, checked."""
-    async with server.http() as http:
-        answer = await http.post("/v1/responses", json=BODY | members)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    response = decode_object(answer.content)
-    check_response(response)
-    return response
-
-
-async def post_streamed(server: Running, **members: Any) -> list[Event]:
-    """Return the events of a streamed response, checked."""
-    async with server.http() as http:
-        answer = await http.post("/v1/responses", json=STREAMED | members)
-    events = [json.loads(data) for event, data in parse_sse(answer.text) if event]
-    check_events(events)
-    return events
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -69,6 +49,18 @@ async def test_a_request_is_answered_with_the_whole_response() -> None:
         assert response["usage"]["input_tokens_details"]["cached_tokens"] == 0
 
 
+async def test_a_tool_that_takes_a_set_of_strings_can_be_called() -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    parameters = {"type": "object", "properties": {"tags": tags}, "required": ["tags"]}
+    tool = {"type": "function", "name": "tag", "parameters": parameters}
+    arguments = '{"tags": ["dry", "mild"]}'
+    async with serving(call_text("tag", arguments)) as server:
+        response = await post(server, tools=[tool])
+
+        assert response["output"][0]["arguments"] == arguments
+        assert response["tools"][0]["parameters"] == parameters
+
+
 async def test_a_call_completes_the_response_and_holds_nothing() -> None:
     async with serving(OSLO, "Sun.") as server:
         response = await post(server)
@@ -88,7 +80,7 @@ async def test_a_budget_that_runs_out_makes_the_response_incomplete() -> None:
 
 
 async def test_what_was_asked_is_repeated() -> None:
-    asked = {
+    asked: Event = {
         "instructions": "Be brief.",
         "temperature": 0.5,
         "top_p": 0.9,
@@ -110,16 +102,14 @@ async def test_what_clients_send_beside_is_read_over() -> None:
     async with serving("Sun.") as server:
         response = await post(
             server,
-            tools=[{"type": "function", "name": "f"}, {"type": "custom", "name": "patch"}][:1],
+            tools=[{"type": "function", "name": "f"}, {"type": "web_search"}],
             include=["reasoning.encrypted_content"],
             client_metadata={"x": "y"},
-            store=True,
             stream_options={"include_obfuscation": False},
             nobody_knows=[1],
         )
 
         assert response["status"] == "completed"
-        assert response["store"] is False
 
 
 # --- As an event stream --------------------------------------------------------------------------
@@ -181,7 +171,7 @@ async def test_the_whole_history_gives_what_the_suspended_run_gives() -> None:
     forced = options | {"tool_choice": "required"}
     question = {"role": "user", "content": "Is it dry in Oslo?"}
     async with serving(engine=Engine(tiny_model(), max_forced_string=8)) as server:
-        async with server.connect(append=True) as client:
+        async with server.connect("append") as client:
             first = (await client.create(**forced, input=[question]))[-1]["response"]
             (call,) = first["output"]
             suspended = (await client.append(output(call, "døgnvilt ☀")))[-1]["response"]
@@ -198,7 +188,7 @@ async def test_the_whole_history_gives_what_the_suspended_run_gives() -> None:
 
 async def test_the_whole_history_is_read_as_the_suspended_run_read_it() -> None:
     async with serving(f"Let me look.{OSLO}", "Sun.") as server:
-        async with server.connect(append=True) as client:
+        async with server.connect("append") as client:
             first = await client.create()
             await client.append(output(calls_in(first)[0], "dry"))
         read_suspended = inputs_of(server.engine)
@@ -253,7 +243,9 @@ async def test_a_stream_over_http_asks_for_no_lane() -> None:
 async def leave_during_sampling(server: Running, body: Event, step: int) -> None:
     """Send a request and drop the connection in the ``step``-th step of the model."""
     content = encode(body)
-    head = f"POST /v1/responses HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     with held_at(step, server.engine) as model:
         writer.write(head.encode() + content)
@@ -292,7 +284,9 @@ async def test_a_client_that_leaves_before_its_body_is_whole_is_no_error(
 ) -> None:
     async with serving("Sun.") as server:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b'POST /v1/responses HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{"in')
+        writer.write(
+            b'POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"in'
+        )
         await until(lambda: server.num_requests == 1)
         writer.transport.abort()
         await until(lambda: server.num_requests == 0)

@@ -3,8 +3,10 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
+
 from sampler.run import RunState
-from tests.server.models import OSLO, held_at, inputs_of
+from tests.server.models import OSLO, context_of, held_at
 from tests.server.running import (
     BODY,
     CLOSING,
@@ -18,28 +20,49 @@ from tests.server.running import (
 
 async def test_a_create_abandons_a_suspended_run_and_frees_what_it_held() -> None:
     async with suspended() as (server, client, _):
+        (abandoned,) = server.engine.runs
         held = await server.metrics()
-        with held_at(1, server.engine) as model:
-            await client.send("response.create", **BODY)
-            await model.reached.wait()
-            freed = await server.metrics()
-            model.release()
-            await client.segment()
+        again = await client.create(tool_choice="none")
+        freed = await server.metrics()
 
         assert held["suspend_runs{suspended}"] == 1
         assert held["suspend_kv_tokens"] > 0
+        assert abandoned.state is RunState.CANCELLED
         assert freed["suspend_runs{suspended}"] == 0
-        assert freed["suspend_kv_tokens"] == 0
+        assert freed["suspend_kv_tokens"] == again[-1]["response"]["usage"]["total_tokens"] - 1
 
 
 async def test_a_create_after_a_suspended_run_is_answered_as_any_other() -> None:
     async with suspended() as (server, client, call):
-        first_inputs = inputs_of(server.engine)
+        first_context = context_of(server.engine)
         again = await client.create()
 
-        assert inputs_of(server.engine) == 2 * first_inputs
+        assert context_of(server.engine) == first_context
         assert again[-1]["response"]["id"] != client.streams[0][0]["response"]["id"]
         assert calls_in(again)[0]["call_id"] != call["call_id"]
+
+
+async def test_a_create_computes_nothing_again_that_the_suspended_run_has_computed() -> None:
+    async with suspended() as (_, client, _):
+        again = await client.create()
+
+        usage = again[-1]["response"]["usage"]
+        # The last token of the prompt is forwarded once more, for its logits.
+        assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
+
+
+@pytest.mark.slow
+async def test_two_hundred_runs_suspended_and_abandoned_leave_no_more_than_the_last() -> None:
+    async with serving(OSLO) as server, server.connect("append") as client:
+        for _ in range(200):
+            await client.create()
+        metrics = await server.metrics()
+
+        usage = client.streams[-1][-1]["response"]["usage"]
+        assert len(server.engine.runs) == 1
+        assert metrics["suspend_kv_tokens"] == usage["total_tokens"] - 1
+        assert metrics["suspend_pre_inference_total"] == 200
+        assert metrics["suspend_post_inference_total"] == 199
 
 
 async def test_an_abandoned_call_cannot_be_answered() -> None:
@@ -57,9 +80,7 @@ async def test_a_create_is_answered_though_the_one_before_it_was_suspended_after
             await client.send("response.create", **BODY)
             await model.reached.wait()
             await client.send("response.create", **BODY, user="second")
-            await client.send_raw("{}")
-            while not client.errors:  # until the second was taken
-                await client.receive()
+            await client.until_taken()
             model.release()
             await client.segment()
         second = await client.segment()
@@ -70,14 +91,12 @@ async def test_a_create_is_answered_though_the_one_before_it_was_suspended_after
 
 
 async def test_a_create_that_came_during_sampling_abandons_the_run_in_the_append_dialect() -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as client:
         with held_at(1, server.engine) as model:
             await client.send("response.create", **BODY)
             await model.reached.wait()
             await client.send("response.create", **BODY, user="second")
-            await client.send_raw("{}")
-            while not client.errors:
-                await client.receive()
+            await client.until_taken()
             model.release()
             first = await client.segment()
         second = await client.segment()
@@ -114,20 +133,16 @@ async def test_an_append_behind_a_create_finds_nothing_to_resume() -> None:
     async with suspended() as (_, client, call):
         await client.send("response.create", **BODY, tool_choice="none")
         await client.send("response.append", input=[output(call)])
-        while not client.errors:
-            await client.receive()
-        if client.streams[-1][-1]["type"] not in CLOSING:
-            await client.segment()
+        last = await client.segment()
+        error = await client.error()
 
-        assert client.errors[0]["error"]["code"] in (
-            "no_suspended_response",
-            "response_in_progress",
-        )
+        assert last[-1]["type"] == "response.completed"
+        assert error["error"]["param"] == "input"
 
 
 async def test_suspended_runs_of_many_connections_do_not_hinder_each_other() -> None:
     async with serving(OSLO, "Sun.") as server, AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(server.connect(append=True)) for _ in range(10)]
+        clients = [await stack.enter_async_context(server.connect("append")) for _ in range(10)]
         first = await asyncio.gather(*(client.create() for client in clients))
         states = {run.state for run in server.engine.runs}
         last = await asyncio.gather(
@@ -139,3 +154,16 @@ async def test_suspended_runs_of_many_connections_do_not_hinder_each_other() -> 
 
         assert states == {RunState.SUSPENDED}
         assert {text_in(events[-1]["response"]) for events in last} == {"Sun."}
+
+
+async def test_appends_beyond_what_a_lane_holds_are_refused() -> None:
+    async with serving("Sun.") as server, server.connect("append") as client:
+        with held_at(1, server.engine) as model:
+            await client.send("response.create", **BODY)
+            await model.reached.wait()
+            for _ in range(100):
+                await client.send("response.append", input=[{"role": "user", "content": "a"}])
+            *_, error = await client.up_to("error")
+
+        assert error["error"]["code"] == "rate_limit_exceeded"
+        assert error["status"] == 429

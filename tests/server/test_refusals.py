@@ -105,7 +105,7 @@ async def test_a_call_answered_twice_in_one_append_is_refused(undisturbed: list[
 
 
 async def test_a_call_of_an_earlier_segment_is_not_answered_again() -> None:
-    async with serving(OSLO, OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, OSLO, "Sun.") as server, server.connect("append") as client:
         first = calls_in(await client.create())[0]
         second = calls_in(await client.append(output(first)))[0]
         await client.send("response.append", input=[output(first)])
@@ -118,7 +118,7 @@ async def test_a_call_of_an_earlier_segment_is_not_answered_again() -> None:
 
 async def test_a_call_of_another_connection_cannot_be_answered() -> None:
     async with suspended() as (server, client, call):
-        async with server.connect(append=True) as other:
+        async with server.connect("append") as other:
             await other.create()
             await other.send("response.append", input=[output(call)])
 
@@ -129,7 +129,7 @@ async def test_a_call_of_another_connection_cannot_be_answered() -> None:
 
 
 async def test_an_append_without_a_suspended_response_is_refused() -> None:
-    async with serving("Sun.") as server, server.connect(append=True) as client:
+    async with serving("Sun.") as server, server.connect("append") as client:
         await client.send("response.append", input=[output("call_1")])
         error = await refused(client)
         last = await client.create()
@@ -138,43 +138,27 @@ async def test_an_append_without_a_suspended_response_is_refused() -> None:
         assert last[-1]["type"] == "response.completed"
 
 
-async def test_an_append_after_the_end_is_refused() -> None:
+async def test_a_call_is_not_answered_again_after_the_end() -> None:
     async with suspended() as (_, client, call):
         await client.append(output(call))
         await client.send("response.append", input=[output(call)])
 
-        assert await refused(client) == Refusal(400, "no_suspended_response")
+        assert await refused(client) == Refusal(400, "duplicate_call_id", "input")
 
 
-async def test_an_append_to_a_response_that_is_being_sampled_is_refused() -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
-        with held_at(2, server.engine) as held:
-            await client.send("response.create", **BODY)
-            await held.reached.wait()
-            await client.send("response.append", input=[output("call_1")])
-            while not client.errors:
-                await client.receive()
-            held.release()
-            first = await client.segment()
-        last = await client.append(output(calls_in(first)[0]))
-
-        (frame,) = client.errors
-        assert refusal(frame["status"], frame["error"]) == Refusal(400, "response_in_progress")
-        assert last[-1]["type"] == "response.completed"
-
-
-async def test_an_append_while_the_resumed_response_is_sampled_is_refused() -> None:
+async def test_an_append_behind_another_that_answers_the_same_call_is_refused_in_its_turn() -> None:
     async with suspended() as (server, client, call):
         with held_at(1, server.engine) as held:
             await client.send("response.append", input=[output(call)])
             await held.reached.wait()
             await client.send("response.append", input=[output(call)])
-            error = await refused(client)
+            await client.until_taken()
             held.release()
             last = await client.segment()
+        error = await refused(client)
 
-        assert error == Refusal(400, "response_in_progress")
         assert last[-1]["type"] == "response.completed"
+        assert error == Refusal(400, "duplicate_call_id", "input")
 
 
 async def test_an_output_that_does_not_fit_the_context_is_refused_and_a_shorter_one_fits(
@@ -188,7 +172,7 @@ async def test_an_output_that_does_not_fit_the_context_is_refused_and_a_shorter_
 
 
 async def test_the_last_output_that_does_not_fit_leaves_the_earlier_ones() -> None:
-    async with serving(BOTH, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(BOTH, "Sun.") as server, server.connect("append") as client:
         oslo, bergen = calls_in(await client.create())
         await client.send("response.append", input=[output(oslo, "dry")])
         await client.send("response.append", input=[output(bergen, "a" * 5000)])
@@ -216,10 +200,10 @@ async def test_a_binary_frame_is_refused(undisturbed: list[int]) -> None:
         assert await inputs_of_resumed(server, client, call) == undisturbed
 
 
-@pytest.mark.parametrize("letter", ["a", "☀"])
-async def test_an_oversized_frame_is_refused(letter: str, undisturbed: list[int]) -> None:
+@pytest.mark.parametrize("text", ["a" * 1000, "☀" * 350], ids=["characters", "bytes"])
+async def test_an_oversized_frame_is_refused(text: str, undisturbed: list[int]) -> None:
     async with suspended(settings=Settings(max_frame_bytes=1000)) as (server, client, call):
-        await client.send("response.create", input=letter * 1000)
+        await client.send("response.create", input=text)
 
         assert await refused(client) == Refusal(400, "payload_too_large")
         assert await inputs_of_resumed(server, client, call) == undisturbed

@@ -40,7 +40,7 @@ async def test_the_seed_is_told() -> None:
 
 
 async def test_the_seed_holds_for_the_whole_run() -> None:
-    async with serving(OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, "Sun.") as server, server.connect("append") as client:
         first = await client.create(seed=7)
         last = await client.append(output(calls_in(first)[0]))
 

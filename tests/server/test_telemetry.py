@@ -1,6 +1,7 @@
 """What ``/metrics`` counts."""
 
 from sampler.run import RunState
+from server.settings import Settings
 from tests.server.models import OSLO, held_at
 from tests.server.running import BODY, calls_in, output, serving, suspended, until
 
@@ -120,7 +121,7 @@ async def test_tokens_and_passes_are_counted() -> None:
 
 
 async def test_first_tokens_of_new_and_of_resumed_runs_are_timed_apart() -> None:
-    async with serving(OSLO, OSLO, "Sun.") as server, server.connect(append=True) as client:
+    async with serving(OSLO, OSLO, "Sun.") as server, server.connect("append") as client:
         first = await client.create()
         second = await client.append(output(calls_in(first)[0]))
         await client.append(output(calls_in(second)[0]))
@@ -140,10 +141,11 @@ async def test_a_finished_run_is_not_counted_among_the_runs() -> None:
 
 
 async def test_a_run_that_waits_for_its_turn_is_seen_and_accounted_for_when_it_is_dropped() -> None:
-    async with serving("Sun.") as server, server.connect() as client:
+    settings = Settings(max_in_flight=1)
+    async with serving("Sun.", settings=settings) as server, server.connect() as client:
         with held_at(1, server.engine) as model:
-            await client.send("response.create", **BODY)
-            await client.send("response.create", **BODY)
+            for lane in ("a", "b"):
+                await client.send("response.create", **BODY, stream_id=lane)
             await model.reached.wait()
             await until(lambda: len(server.engine.runs) == 2)
             waiting = await server.metrics()

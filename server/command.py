@@ -1,0 +1,273 @@
+"""The command line: what the operator can choose, and what is said if it cannot be had."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import platformdirs
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from sampler.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError
+from sampler.engine import Engine
+from sampler.model_loading import LoadedModel, ModelLoadError, load_model
+from server.access import ApiKeyFileError, ApiKeys
+from server.app import create_app
+from server.process import Server, server_config
+from server.response_store import StoreError
+from server.settings import Settings, SettingsError
+
+logger = logging.getLogger("server")
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+    MPS = "mps"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+_MISTAKES = (SettingsError, ApiKeyFileError, ModelLoadError, EmbeddedModelError, StoreError)
+
+_listening = partial(typer.Option, rich_help_panel="Listening")
+_model = partial(typer.Option, rich_help_panel="Model")
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
+_access = partial(typer.Option, rich_help_panel="Access")
+_limit = partial(typer.Option, rich_help_panel="Limits")
+_seconds = partial(typer.Option, rich_help_panel="Times, in seconds", metavar="SECONDS")
+_storage = partial(typer.Option, rich_help_panel="Storage")
+
+
+def main(
+    *,
+    host: Annotated[str, _listening(help="Address to listen on.")] = Settings.host,
+    port: Annotated[
+        int, _listening(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 8000,
+    log_level: Annotated[LogLevel, _listening(help="Least level to log.")] = LogLevel.INFO,
+    model: Annotated[
+        str | None,
+        _model(help="A local path or Hugging Face id.", show_default="the embedded model"),
+    ] = None,
+    device: Annotated[Device, _model(help="Where the model runs.")] = Device.AUTO,
+    dtype: Annotated[Dtype, _model(help="auto: bfloat16 on CUDA, float32 elsewhere.")] = Dtype.AUTO,
+    threads: Annotated[
+        int | None, _model(min=1, help="CPU threads of the model.", show_default="torch's")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        _sampling(min=0, help="Of requests that bring none.", show_default="drawn for each"),
+    ] = Settings.seed,
+    max_output_tokens: Annotated[
+        int | None,
+        _sampling(
+            min=1,
+            help="The most a response may have, or a segment of one.",
+            show_default="what the context window holds",
+        ),
+    ] = Settings.max_output_tokens,
+    max_forced_string: Annotated[
+        int | None,
+        _sampling(
+            min=0,
+            help="Bound on strings of forced calls whose schema sets none; 0 is no bound.",
+            show_default="64 for the embedded model, which may not end them; 0 for others",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        _access(
+            help="Let in only who has a key of this file, to which scripts/api-key adds.",
+            show_default="all are let in",
+        ),
+    ] = Settings.api_key_file,
+    allow_origin: Annotated[
+        list[str] | None,
+        _access(
+            metavar="ORIGIN",
+            help="Let web pages of this origin in, scheme://host[:port], or '*' for all. "
+            "May be given again.",
+            show_default="none",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        _access(
+            metavar="NAME",
+            help="Answer to this name in the Host header too. May be given again.",
+            show_default="on a loopback address its own names, otherwise all",
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int | None, _access(min=1, help="WebSockets that may be open.")
+    ] = Settings.max_connections,
+    max_connections_per_key: Annotated[
+        int | None,
+        _access(min=1, help="WebSockets that may be open per key.", show_default="no limit"),
+    ] = Settings.max_connections_per_key,
+    max_frame_bytes: Annotated[
+        int, _limit(min=1, help="Longest frame or body, compressed or not.")
+    ] = Settings.max_frame_bytes,
+    max_queued_creates: Annotated[
+        int, _limit(min=1, help="Creates that may wait on one lane.")
+    ] = Settings.max_queued_creates,
+    max_in_flight: Annotated[
+        int, _limit(min=1, help="Responses of one connection that are sampled at a time.")
+    ] = Settings.max_in_flight,
+    max_lanes: Annotated[
+        int, _limit(min=0, help="Named lanes that one connection may open.")
+    ] = Settings.max_lanes,
+    max_pending_steers: Annotated[
+        int, _limit(min=1, help="Steers that may wait for one response.")
+    ] = Settings.max_pending_steers,
+    max_suspended_per_key: Annotated[
+        int | None,
+        _limit(min=1, help="Runs that may be suspended per key.", show_default="no limit"),
+    ] = Settings.max_suspended_per_key,
+    recent_responses: Annotated[
+        int, _limit(min=0, help="Recent HTTP responses per key that keep their KV cache.")
+    ] = Settings.recent_responses,
+    suspend_ttl: Annotated[
+        float, _seconds(min=0.1, help="How long a suspended run waits for its tools.")
+    ] = Settings.suspend_ttl_seconds,
+    connection_lifetime: Annotated[
+        float, _seconds(min=0.1, help="How long a WebSocket may be open.")
+    ] = Settings.connection_lifetime_seconds,
+    send_timeout: Annotated[
+        float, _seconds(min=0.1, help="How long a client may read nothing.")
+    ] = Settings.send_timeout_seconds,
+    ping_interval: Annotated[
+        float, _seconds(min=0, help="How often WebSockets are pinged; 0 is never.")
+    ] = Settings.ping_interval_seconds,
+    drain: Annotated[
+        float, _seconds(min=0, help="How long responses may go on after SIGTERM or Ctrl-C.")
+    ] = Settings.drain_seconds,
+    store: Annotated[
+        bool, _storage("--store/--no-store", help="Whether responses that ask for it are stored.")
+    ] = Settings.store,
+    data_dir: Annotated[
+        Path | None, _storage(help="Where they are stored.", show_default="by the system's custom")
+    ] = None,
+    store_ttl: Annotated[
+        float, _storage(min=0.1, metavar="SECONDS", help="How long they are stored, in seconds.")
+    ] = Settings.store_ttl_seconds,
+) -> None:
+    """Serve a local model by the Responses API, with a sampler that suspends at tool calls.
+
+    The first SIGTERM or Ctrl-C lets what is being sampled end, the second ends the process.
+    """
+    _set_up_logging(log_level)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with _mistakes_told():
+        settings = Settings(
+            seed=seed,
+            host=host,
+            api_key_file=api_key_file,
+            allowed_origins=tuple(allow_origin or ()),
+            allowed_hosts=tuple(allow_host or ()),
+            max_connections=max_connections,
+            max_connections_per_key=max_connections_per_key,
+            max_frame_bytes=max_frame_bytes,
+            max_queued_creates=max_queued_creates,
+            max_in_flight=max_in_flight,
+            max_lanes=max_lanes,
+            max_pending_steers=max_pending_steers,
+            max_output_tokens=max_output_tokens,
+            max_suspended_per_key=max_suspended_per_key,
+            recent_responses=recent_responses,
+            suspend_ttl_seconds=suspend_ttl,
+            connection_lifetime_seconds=connection_lifetime,
+            send_timeout_seconds=send_timeout,
+            ping_interval_seconds=ping_interval,
+            drain_seconds=drain,
+            store=store,
+            data_dir=data_dir or (_default_data_dir() if store else None),
+            store_ttl_seconds=store_ttl,
+        )
+        if api_key_file is not None:
+            ApiKeys.from_file(api_key_file)  # before a model is loaded, which may take minutes
+        for warning in settings.warnings():
+            logger.warning("%s", warning)
+        loaded = _load(model, device, dtype)
+        if max_forced_string is None:
+            max_forced_string = 64 if loaded.name == EMBEDDED_MODEL_NAME else 0
+        engine = Engine(loaded, max_forced_string=max_forced_string)
+        try:
+            _serve(engine, settings, port)
+        finally:
+            engine.close()
+
+
+@contextmanager
+def _mistakes_told() -> Iterator[None]:
+    """End with one line where the operator can do something about it."""
+    try:
+        yield
+    except _MISTAKES as error:
+        raise SystemExit(f"server: {error}") from error
+
+
+def _default_data_dir() -> Path:
+    return platformdirs.user_data_path("suspended-sampling")
+
+
+def _set_up_logging(log_level: LogLevel) -> None:
+    logging.basicConfig(
+        level=log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    uvicorn = logging.getLogger("uvicorn.error")
+    if log_level is LogLevel.DEBUG:
+        uvicorn.setLevel(logging.INFO)  # or it would log headers, and with them API keys
+    elif log_level is LogLevel.INFO:
+        uvicorn.setLevel(logging.WARNING)  # it says what we say too
+    uvicorn.addFilter(_is_an_error)
+
+
+def _is_an_error(record: logging.LogRecord) -> bool:
+    """Whether a record is not uvicorn's error of each upgrade that was refused, and each stream
+    that was given up, which are none."""
+    return not record.getMessage().startswith("ASGI callable returned without completing ")
+
+
+def _load(model: str | None, device: Device, dtype: Dtype) -> LoadedModel:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("converting the model (once)", visible=False)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, visible=True)
+
+        return load_model(model, device=device.value, dtype=dtype.value, progress=show)
+
+
+def _serve(engine: Engine, settings: Settings, port: int) -> None:
+    app = create_app(engine, settings)
+    config = server_config(app, settings, port)
+    server = Server(config, app.state.draining, settings.drain_seconds)
+    server.run()
+    if not server.started:
+        raise SystemExit(1)  # uvicorn has said why
+    logger.info("shutdown 4/4: stopping the model thread")

@@ -1,0 +1,99 @@
+"""The life of the process: it says where it listens, and goes down in named phases."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from socket import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
+
+from server.draining import Draining
+from server.settings import Settings
+
+logger = logging.getLogger("server")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def server_config(app: ASGIApp, settings: Settings, port: int) -> uvicorn.Config:
+    """Return how uvicorn is to serve ``app``."""
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        ws=WebSocketProtocol,
+        # Frames are measured by the application, which answers with an error; this one only bounds
+        # memory, since going over it closes the socket.
+        ws_max_size=2 * settings.max_frame_bytes,
+        # Deltas are too short to be worth it, and each socket would hold two more windows.
+        ws_per_message_deflate=False,
+        # Idle sockets are pinged, or what lies between would forget them. Some clients answer no
+        # pings while they run a tool, so no pong is waited for.
+        ws_ping_interval=settings.ping_interval_seconds,
+        ws_ping_timeout=None,
+        timeout_graceful_shutdown=5,
+    )
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's protocol, which can be shut down while its client closes."""
+
+    def shutdown(self) -> None:
+        """Close; where a close frame has come already, none can be sent."""
+        with suppress(InvalidState):
+            super().shutdown()
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with our word when it can serve and a quiet end on SIGINT and SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config, draining: Draining, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._draining = draining
+        self._drain_seconds = drain_seconds
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Bind, then say where."""
+        await super().startup()
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"listening on http://{shown}:{port}", flush=True)  # noqa: T201
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Stop accepting, let what is being sampled end, close what is open, wait for it."""
+        logger.info(
+            "shutdown 1/4: closing the port; %d responses may go on for %g s",
+            self._draining.num_in_progress,
+            self._drain_seconds,
+        )
+        for server in self.servers:
+            server.close()
+        await self._draining.drain(self._drain_seconds)
+        logger.info("shutdown 2/4: closing %d connections", len(self.server_state.connections))
+        await super().shutdown()
+        if tasks := self.server_state.tasks:
+            await asyncio.wait(tasks)  # uvicorn cancelled them, and each ends its step in flight
+        logger.info("shutdown 3/4: connections closed, their runs freed")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM as wishes to end well: uvicorn would raise them again at the
+        end, and the process would die of them after all."""
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._end)
+        yield
+
+    def _end(self) -> None:
+        self.should_exit = True
+        for number in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # who asks twice does not want to wait

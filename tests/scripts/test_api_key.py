@@ -1,0 +1,26 @@
+"""``scripts/api-key`` shows a key once, and the server knows it from then on."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.api_key import main
+from server.access import ApiKeys
+
+
+def test_the_key_is_all_that_is_printed_and_the_server_knows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main("alice", tmp_path / "keys")
+
+    (key,) = capsys.readouterr().out.splitlines()
+    assert ApiKeys.from_file(tmp_path / "keys").authenticate(f"Bearer {key}") == "alice"
+
+
+def test_what_is_wrong_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="api-key: expected a name"):
+        main("a b", tmp_path / "keys")
+
+    assert capsys.readouterr().out == ""
