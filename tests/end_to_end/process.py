@@ -1,11 +1,13 @@
 """``python -m server`` as a person starts it: a process, seen from outside."""
 
+import os
 import re
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -44,6 +46,14 @@ class ServerProcess:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    def wait_until_it_logs(self, text: str) -> None:
+        """Wait for a text in the log, or in what else it says on standard error."""
+        deadline = time.monotonic() + START_SECONDS
+        while text not in self.stderr:
+            assert time.monotonic() < deadline, f"no {text!r} on standard error: {self.stderr}"
+            assert self._process.poll() is None, self.stderr
+            time.sleep(0.005)  # a file tells nobody that it has grown
+
     def wait_until_it_listens(self) -> None:
         """Wait for the first line."""
         stdout = self._pipe()
@@ -67,10 +77,16 @@ class ServerProcess:
 
 
 @contextmanager
-def started(stderr: Path, *options: str) -> Iterator[ServerProcess]:
-    """Start a server on a free port, if ``options`` name none. On the way out it is killed."""
+def started(
+    stderr: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Start a server on a free port, if ``options`` name none. On the way out it is killed.
+
+    What it stores is put next to ``stderr``.
+    """
     # One thread: with as many as cores, torch's threads wait for each other when others compute.
-    arguments = ["--port", "0", "--threads", "1", "--log-level", "info", *options]
+    arguments = ["--port", "0", "--threads", "1", "--log-level", "info"]
+    arguments += ["--data-dir", str(stderr.with_suffix(".data")), *options]
     with (
         stderr.open("w") as log,
         subprocess.Popen(
@@ -80,6 +96,7 @@ def started(stderr: Path, *options: str) -> Iterator[ServerProcess]:
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=Path(__file__).parents[2],
+            env=os.environ | (environment or {}),
         ) as process,
     ):
         try:

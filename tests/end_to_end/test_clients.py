@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-import openai
+import jsonschema
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response, ResponseFunctionToolCall
+from pydantic import BaseModel, Field
 from websockets.asyncio.client import connect
 
 from protocol.codec import decode_object
@@ -61,6 +62,17 @@ def only_call(response: Response) -> ResponseFunctionToolCall:
     return call
 
 
+def cached_tokens(response: Response) -> int:
+    assert response.usage is not None
+    return response.usage.input_tokens_details.cached_tokens
+
+
+def tokens_left_by(response: Response) -> int:
+    """Return how many tokens a response leaves in a cache: all but the last, which was not read."""
+    assert response.usage is not None
+    return response.usage.total_tokens - 1
+
+
 def test_create_returns_a_response(client: OpenAI) -> None:
     response = client.responses.create(model=_model(client), input="Say hi.", max_output_tokens=8)
 
@@ -107,16 +119,60 @@ def test_a_tool_loop_with_the_whole_history_ends(client: OpenAI) -> None:
     )
 
     assert last.output_text
+    assert cached_tokens(last) >= tokens_left_by(first)
 
 
-def test_the_package_raises_what_the_server_refuses(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.responses.create(model="gpt-9", input="Hi")
-    with pytest.raises(openai.BadRequestError) as hot:
-        client.responses.create(model=_model(client), input="Hi", temperature=9)
+def test_a_chained_tool_loop_ends(client: OpenAI) -> None:
+    first = client.responses.create(model=_model(client), **FORCED)
+    answer: Any = {"type": "function_call_output", "call_id": only_call(first).call_id}
+    last = client.responses.create(
+        model=_model(client),
+        previous_response_id=first.id,
+        input=[answer | {"output": "12 °C, rain"}],
+        tools=[TOOL],
+        tool_choice="none",
+        max_output_tokens=16,
+    )
 
-    assert unknown.value.code == "model_not_found"
-    assert hot.value.param == "temperature"
+    assert last.output_text
+    assert cached_tokens(last) >= tokens_left_by(first)
+
+
+class Report(BaseModel):
+    city: Literal["Oslo", "Bergen"]
+    is_dry: bool
+    degrees: int = Field(ge=-40, le=40)
+
+
+def test_an_answer_is_parsed_into_the_type_asked_for(client: OpenAI) -> None:
+    response = client.responses.parse(
+        model=_model(client), input=QUESTION, text_format=Report, temperature=0
+    )
+
+    assert isinstance(response.output_parsed, Report)
+
+
+def test_an_answer_fits_the_schema_that_the_ai_sdk_sends(client: OpenAI) -> None:
+    schema: dict[str, Any] = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "n": {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1},
+        },
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    }
+    response = client.responses.create(
+        model=_model(client),
+        input="Name a city and say how many people live there.",
+        text={"format": {"type": "json_schema", "name": "city", "schema": schema, "strict": True}},
+        temperature=0,
+        max_output_tokens=200,
+    )
+
+    assert response.status == "completed"
+    jsonschema.validate(json.loads(response.output_text), schema)
 
 
 async def test_connect_follows_a_forced_call(server: ServerProcess) -> None:
@@ -155,10 +211,6 @@ async def test_a_run_goes_on_by_append(server: ServerProcess) -> None:
     assert [event["type"] for event in events].count("response.done") == 1
     assert (run["segments"], run["seed"], run["tokens_reforwarded"]) == (2, 0, 0)
     assert usage["input_tokens_details"]["cached_tokens"] > 0
-
-
-def test_the_model_is_listed(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["smollm2-135m-instruct"]
 
 
 async def _until_closed(socket: Any) -> list[dict[str, Any]]:
