@@ -42,6 +42,7 @@ def test_the_server_is_started_on_a_free_port() -> None:
         "0",
         "--log-level",
         "warning",
+        "--no-store",
         "--model",
         "m",
     ]
