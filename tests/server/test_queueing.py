@@ -164,6 +164,7 @@ async def test_appends_beyond_what_a_lane_holds_are_refused() -> None:
             for _ in range(100):
                 await client.send("response.append", input=[{"role": "user", "content": "a"}])
             *_, error = await client.up_to("error")
+            client.abort()  # or all the others would be answered
 
         assert error["error"]["code"] == "rate_limit_exceeded"
         assert error["status"] == 429
