@@ -26,7 +26,6 @@
 | `suspension_expired`                 | a suspended response waited too long for its outputs      |
 | `response_in_progress`               | a response is to be followed before it has ended          |
 | `response_already_completed`         | an inject or steer comes after the end of its response    |
-| `response_not_active`                | a steer comes when its response takes no more             |
 | `response_not_background`            | a cancel of a response that is not in the background      |
 | `unknown_call_id`                    | an output for a call that this response never made        |
 | `duplicate_call_id`                  | a call or its output is given twice                       |
@@ -283,12 +282,6 @@ def response_in_progress(response_id: str) -> ProtocolError:
 def response_already_completed(response_id: str) -> ProtocolError:
     return ProtocolError(
         f"response {_quote(response_id)} is already completed", code="response_already_completed"
-    )
-
-
-def response_not_active(response_id: str) -> ProtocolError:
-    return ProtocolError(
-        f"response {_quote(response_id)} takes no more input", code="response_not_active"
     )
 
 

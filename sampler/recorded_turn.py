@@ -44,3 +44,11 @@ def calls_in(items: Iterable[Item]) -> Iterator[Call]:
                 yield from item.calls
             case _:
                 pass
+
+
+def expanded(items: Iterable[Item]) -> list[InputItem]:
+    """Return the items that turns consist of in the place of the turns."""
+    flat: list[InputItem] = []
+    for item in items:
+        flat += item.items if isinstance(item, RecordedTurn) else [item]
+    return flat

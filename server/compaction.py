@@ -52,10 +52,9 @@ from sampler.grammar import GrammarError
 from sampler.outputs import SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
 from sampler.prompt import Prompt, longest_known
-from sampler.recorded_turn import Item, calls_in
+from sampler.recorded_turn import Item, calls_in, expanded
 from sampler.run import Run, StopReason
 from sampler.snapshot import Snapshot
-from server.memory import expanded
 from server.past_response import new_id, with_ids
 from server.run_report import usage_of
 from server.telemetry import Telemetry

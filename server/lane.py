@@ -85,7 +85,8 @@ class Steer:
     frame: JsonObject
 
 
-Message: TypeAlias = Create | BadCreate | Append | Inject | Steer
+AnyCreate: TypeAlias = Create | BadCreate
+Message: TypeAlias = AnyCreate | Append | Inject | Steer
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Lane:
         Raises:
             ProtocolError: too many are waiting.
         """
-        if isinstance(message, Create | BadCreate):
+        if isinstance(message, AnyCreate):
             num_waiting, limit = self._num_creates, self._services.settings.max_queued_creates
         else:
             num_waiting = self._inbox.qsize() + len(self._deferred) - self._num_creates
@@ -164,7 +165,7 @@ class Lane:
         # Where nothing is in progress, the first is as good as taken.
         if num_waiting >= limit + self._is_waiting:
             raise errors.too_many_queued(limit)
-        self._num_creates += isinstance(message, Create | BadCreate)
+        self._num_creates += isinstance(message, AnyCreate)
         self._inbox.put_nowait(message)
 
     def knows(self, response_id: str) -> bool:
@@ -179,7 +180,7 @@ class Lane:
         self._is_waiting = True
         message = self._deferred.popleft() if self._deferred else await self._inbox.get()
         self._is_waiting = False
-        self._num_creates -= isinstance(message, Create | BadCreate)
+        self._num_creates -= isinstance(message, AnyCreate)
         return message
 
     # --- At rest ----------------------------------------------------------------------------------
@@ -252,14 +253,17 @@ class Lane:
         # A warm-up says nothing, so whoever steered would wait for an answer in vain.
         steerings = self._peer.steerings.pop(parent_id, []) if params.generate else []
         try:
-            return await self._services.pre_inference.prepare(
-                _with_steerings(params, steerings), self._memory
-            )
+            return await self._prepare_with(steerings, params)
         except ProtocolError:
             if steerings:
                 self._peer.steerings[parent_id] = steerings
             self._evict(parent_id)
             raise
+
+    async def _prepare_with(self, steerings: Sequence[Steering], params: CreateParams) -> Prepared:
+        return await self._services.pre_inference.prepare(
+            _with_steerings(params, steerings), self._memory
+        )
 
     def _evict(self, parent_id: str | None) -> None:
         """Forget the parent of a failed response, if it is this lane's: a fork has no such power
@@ -285,7 +289,7 @@ class Lane:
                 await self._peer.send(event, self.name)
                 # What is said in between takes the next number.
                 if responder.stream.is_latest(event):
-                    await self._look_for_messages(responder)
+                    await self._look_for_messages()
         if self._table.state is LaneState.SAMPLING:
             self._table.apply(LaneEvent.FINISH)
         self._responder = None
@@ -293,7 +297,7 @@ class Lane:
         self._next, superseding = None, self._next
         return following or superseding
 
-    async def _look_for_messages(self, responder: Responder) -> None:
+    async def _look_for_messages(self) -> None:
         """Take what need not wait until the response has come to rest."""
         while not self._inbox.empty():
             message = self._inbox.get_nowait()
@@ -311,13 +315,9 @@ class Lane:
         past = self._memory.find(responder.id)
         if past and past.is_warm_up and past.snapshot:
             self._peer.warm_up(past.id, past.snapshot)
-        steerings, self._steerings = self._steerings, []
-        if not steerings:
-            return None
         if past and responder.unanswered_calls:
-            await self._tell_pending(responder, steerings)
-            return None
-        return await self._successor(responder, steerings)
+            await self._tell_pending(responder)
+        return await self._successor(responder) if self._steerings else None
 
     # --- Suspended --------------------------------------------------------------------------------
 
@@ -345,8 +345,7 @@ class Lane:
 
     async def _outputs(self, responder: Responder, suspension: Suspension) -> Resumption | None:
         """Take messages until the response can go on, or a create takes its place."""
-        steerings, self._steerings = self._steerings, []
-        await self._tell_pending(responder, steerings)
+        await self._tell_pending(responder)
         answers = Answers(suspension)
         queued = self._creates_behind() if self._peer.dialect is Dialect.INJECT else []
         try:
@@ -360,8 +359,8 @@ class Lane:
         An injected response is in flight to its end, so they wait for their turn. In the append
         dialect it is the response that gives way: its last segment was closed.
         """
-        creates: list[Message] = [m for m in self._deferred if isinstance(m, Create | BadCreate)]
-        self._deferred = deque(m for m in self._deferred if not isinstance(m, Create | BadCreate))
+        creates: list[Message] = [m for m in self._deferred if isinstance(m, AnyCreate)]
+        self._deferred = deque(m for m in self._deferred if not isinstance(m, AnyCreate))
         return creates
 
     async def _answered(self, responder: Responder, answers: Answers) -> Resumption | None:
@@ -375,8 +374,7 @@ class Lane:
                     await self._refuse_create(message)
                 case Steer():
                     await self._steer(message)
-                    steerings, self._steerings = self._steerings, []
-                    await self._tell_pending(responder, steerings)
+                    await self._tell_pending(responder)
                 case Append() | Inject():
                     answers, resumption = await self._take_outputs(responder, answers, message)
                     if resumption is not None:
@@ -500,16 +498,18 @@ class Lane:
             number = self._peer.next_number()
             await self._send(steer_failed(error, raw_input, response_id, number))
 
-    async def _tell_pending(self, responder: Responder, steerings: Sequence[Steering]) -> None:
+    def _take_steerings(self) -> list[Steering]:
+        steerings, self._steerings = self._steerings, []
+        return steerings
+
+    async def _tell_pending(self, responder: Responder) -> None:
         """Say that the response needs outputs first, and keep what is to follow them."""
         stubs = tuple(map(output_stub, responder.unanswered_calls))
-        for steering in steerings:
+        for steering in self._take_steerings():
             self._peer.steerings.setdefault(responder.id, []).append(steering)
             await self._send(responder.stream.steer_pending(steering.id, stubs))
 
-    async def _successor(
-        self, responder: Responder, steerings: Sequence[Steering]
-    ) -> Prepared | None:
+    async def _successor(self, responder: Responder) -> Prepared | None:
         """Return the response that takes up what was said to one that is over.
 
         If there can be none, what was said goes back to the client, and its parent can be followed
@@ -521,11 +521,10 @@ class Lane:
             input=[],
             input_json=[],
         )
+        steerings = self._take_steerings()
         try:
             self._services.draining.check()
-            return await self._services.pre_inference.prepare(
-                _with_steerings(params, steerings), self._memory
-            )
+            return await self._prepare_with(steerings, params)
         except ProtocolError as refusal:
             error = errors.successor_creation_failed(refusal.message)
             for steering in steerings:

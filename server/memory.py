@@ -16,7 +16,7 @@ from protocol.codec import decode_object
 from protocol.items import InputItem, ItemReference
 from sampler.echoes import TurnIndex
 from sampler.prompt import Prompt
-from sampler.recorded_turn import RecordedTurn, TurnItem
+from sampler.recorded_turn import Item, TurnItem, expanded
 from sampler.snapshot import Snapshot
 from server.past_response import PastResponse, unpack
 from server.response_store import ResponseStore, StoredResponse
@@ -100,7 +100,7 @@ class Memory:
         return await self._store.get(self.key_id, response_id) if self._store else None
 
     def _read_back(self, stored: StoredResponse) -> PastResponse:
-        items: Sequence[InputItem | RecordedTurn] = unpack(stored.conversation)
+        items: Sequence[Item] = unpack(stored.conversation)
         if stored.model != self._model:
             items = expanded(items)  # the tokens are another model's
         response = decode_object(stored.response)
@@ -128,9 +128,7 @@ class Memory:
                     return item
         raise errors.item_not_found(reference.id, reference.param)
 
-    async def recognise(
-        self, items: Sequence[InputItem | RecordedTurn], instructions: str | None
-    ) -> list[InputItem | RecordedTurn]:
+    async def recognise(self, items: Sequence[Item], instructions: str | None) -> list[Item]:
         """Return a conversation with the turns sampled here in the place of their echoes.
 
         Those that are stored are known by the ids of their items.
@@ -139,9 +137,7 @@ class Memory:
             await self._look_up(self._store, items)
         return self._turns.recognise(items, instructions)
 
-    async def _look_up(
-        self, store: ResponseStore, items: Sequence[InputItem | RecordedTurn]
-    ) -> None:
+    async def _look_up(self, store: ResponseStore, items: Sequence[Item]) -> None:
         """Read back the stored responses that ``items`` repeat and that are not known here."""
         said = [item.id for item in items if isinstance(item, TurnItem) and item.id is not None]
         num_vain = 0
@@ -189,12 +185,6 @@ class Memory:
         for place in list(self._kept):
             self._clear(place)
 
-    def evict(self, response_id: str) -> None:
-        """Forget a response, wherever it is."""
-        for place, past in list(self._kept.items()):
-            if past.id == response_id:
-                self._clear(place)
-
     def _clear(self, place: _Place) -> None:
         if (past := self._kept.pop(place, None)) is not None:
             self.on_forget(past)
@@ -204,11 +194,3 @@ class Memory:
         for place, past in self._kept.items():
             if past.snapshot and past.rested_at < older_than:
                 self._kept[place] = replace(past, snapshot=None)
-
-
-def expanded(items: Iterable[InputItem | RecordedTurn]) -> list[InputItem]:
-    """Return the items that turns consist of in the place of the turns."""
-    flat: list[InputItem] = []
-    for item in items:
-        flat += item.items if isinstance(item, RecordedTurn) else [item]
-    return flat

@@ -16,7 +16,6 @@ from protocol.items import (
     Compaction,
     CustomToolCall,
     FunctionCall,
-    InputItem,
     Message,
     ReasoningItem,
     UnknownItem,
@@ -24,7 +23,7 @@ from protocol.items import (
 from protocol.tools import echo_tools, parse_tools
 from protocol.validation import JsonObject
 from sampler.prompt import Prompt
-from sampler.recorded_turn import RecordedTurn
+from sampler.recorded_turn import Item, RecordedTurn
 from sampler.snapshot import Snapshot
 
 _ID_PREFIXES = {
@@ -47,7 +46,7 @@ class PastResponse:
     """
 
     id: str
-    items: Sequence[InputItem | RecordedTurn]
+    items: Sequence[Item]
     """The whole conversation: what it saw, and what it said."""
     wire_items: Sequence[JsonObject]
     """The same as clients see it."""
@@ -58,11 +57,6 @@ class PastResponse:
     is_warm_up: bool = False
     """Whether nothing was sampled yet."""
     rested_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def turns(self) -> list[RecordedTurn]:
-        """The turns whose tokens are known."""
-        return [item for item in self.items if isinstance(item, RecordedTurn)]
 
 
 def new_id(prefix: str) -> str:
@@ -102,23 +96,23 @@ _Storable: TypeAlias = (
 )
 
 
-def pack(items: Iterable[InputItem | RecordedTurn]) -> bytes:
+def pack(items: Iterable[Item]) -> bytes:
     """Return a conversation as bytes that ``unpack`` reads."""
     return msgspec.msgpack.encode([_storable(item) for item in items])
 
 
-def _storable(item: InputItem | RecordedTurn) -> InputItem | RecordedTurn | _StoredTools:
+def _storable(item: Item) -> Item | _StoredTools:
     if isinstance(item, AdditionalTools):
         return _StoredTools([msgspec.to_builtins(tool) for tool in echo_tools(item.tools)])
     return item
 
 
-def unpack(data: bytes) -> list[InputItem | RecordedTurn]:
+def unpack(data: bytes) -> list[Item]:
     """Return the conversation that ``pack`` put into ``data``."""
     return [_restored(item) for item in _decoder.decode(data)]
 
 
-def _restored(item: _Storable) -> InputItem | RecordedTurn:
+def _restored(item: _Storable) -> Item:
     if isinstance(item, _StoredTools):
         return AdditionalTools(tuple(parse_tools(item.definitions)))
     return item

@@ -24,16 +24,16 @@ from sampler.engine import ContextLengthExceededError, Engine
 from sampler.grammar import GrammarError
 from sampler.params import Constraint, SamplingParams
 from sampler.prompt import Prompt, longest_known
-from sampler.recorded_turn import RecordedTurn
+from sampler.recorded_turn import Item, expanded
 from sampler.run import Run
 from sampler.snapshot import Snapshot
 from server.compaction import Compacting, Compactor, as_compacted, settled
-from server.memory import Memory, expanded
+from server.memory import Memory
 from server.past_response import PastResponse, new_id, with_ids
 from server.settings import Settings
 from server.telemetry import Telemetry
 
-History = Sequence[InputItem | RecordedTurn]
+History = Sequence[Item]
 
 _NO_THINKING = ("none", "minimal")
 
@@ -123,7 +123,7 @@ class PreInference:
         parent = await self._parent(params.previous_response_id, memory)
         history = await self._history(params.input, params.instructions, parent, memory)
         check_calls_are_answered(expanded(history))
-        tools = tools_in_effect(params.tools, expanded(history))
+        tools = tools_in_effect(params.tools, history)  # no turn declares any
         choice = resolve_tool_choice(params, tools)
         await self._check_grammars(params, tools, parent)
         conversation = _conversation(params, history, tools)

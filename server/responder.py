@@ -39,6 +39,7 @@ from sampler.outputs import (
 from sampler.prompt import Prompt
 from sampler.recorded_turn import RecordedTurn, TurnItem, calls_in
 from sampler.run import Run, RunEvent, StopReason
+from sampler.snapshot import Snapshot
 from sampler.suspension import Suspension
 from server.compaction import Compacting
 from server.memory import Memory
@@ -242,18 +243,7 @@ class Responder:
             *self.stream.start(),
             *self.stream.complete(Usage.of(num_tokens, 0), None, int(time.time())),
         ]
-        params = self.prepared.params
-        self._memory.keep(
-            self._slot,
-            PastResponse(
-                self.id,
-                self.prompt.conversation.items,
-                self._wire_items,
-                params,
-                snapshot=snapshot,
-                is_warm_up=True,
-            ),
-        )
+        self._rest(snapshot=snapshot, is_warm_up=True)
         return events
 
     def _speak(self, run: Run, output: Output) -> list[ServerEvent]:
@@ -347,6 +337,12 @@ class Responder:
                 tuple(item for item in said if isinstance(item, TurnItem)), ended.token_ids
             )
         )
+        self._rest(prompt=self.prompt, snapshot=self._services.engine.snapshot(run))
+
+    def _rest(
+        self, *, snapshot: Snapshot, prompt: Prompt | None = None, is_warm_up: bool = False
+    ) -> None:
+        """Keep the response as it is now, with what others can start from."""
         self._memory.keep(
             self._slot,
             PastResponse(
@@ -354,8 +350,9 @@ class Responder:
                 self.prompt.conversation.items,
                 self._wire_items,
                 self.prepared.params,
-                self.prompt,
-                self._services.engine.snapshot(run),
+                prompt,
+                snapshot,
+                is_warm_up,
             ),
         )
 

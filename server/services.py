@@ -106,4 +106,4 @@ class Services:
     def forget_response(self, key_id: str, response_id: str) -> None:
         """Keep nothing more of a response that was deleted."""
         if memory := self._recent.get(key_id):
-            memory.evict(response_id)
+            memory.forget(response_id, slot=response_id)

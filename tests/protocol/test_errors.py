@@ -38,7 +38,6 @@ EVERY_KIND = [
     errors.suspension_expired(),
     errors.response_in_progress("resp_0"),
     errors.response_already_completed("resp_0"),
-    errors.response_not_active("resp_0"),
     errors.response_not_background("resp_0"),
     errors.invalid_input("expected a string", "input"),
     errors.too_many_pending_steers(32),
