@@ -1,5 +1,6 @@
 """What a run leaves for others to start from."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from sampler.kv_cache import KVCache
@@ -21,6 +22,19 @@ class Snapshot:
         held = min(len(self.token_ids), self.cache.num_tokens)
         shared = num_common(self.token_ids[:held], token_ids)
         return shared if self.cache.can_fork(shared) else 0
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run may start from, besides nothing."""
+
+    snapshots: Sequence[Snapshot] = ()
+    """The one that shares most with its prompt is forked."""
+    salt: Hashable = None
+    """It starts from, and adds to, what runs with the same salt have computed of prompts that
+    begin alike."""
+    reuses_prefixes: bool = True
+    """Whether it does so."""
 
 
 def num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
