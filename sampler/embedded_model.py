@@ -15,7 +15,6 @@ every digit is a token of its own.
 
 import hashlib
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +24,12 @@ from typing import Any
 import gguf
 import msgspec
 import numpy as np
-import platformdirs
 from filelock import FileLock
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from sampler.user_cache import user_cache
 
 EMBEDDED_MODEL_NAME = "smollm2-135m-instruct"
 
@@ -83,9 +83,7 @@ def ensure_embedded_model(progress: Progress | None = None) -> Path:
 
 
 def _model_directory() -> Path:
-    override = os.environ.get("SUSPENDED_SAMPLING_CACHE")
-    cache = Path(override) if override else platformdirs.user_cache_path("suspended-sampling")
-    return cache / f"{EMBEDDED_MODEL_NAME}-v{_CONVERTER_VERSION}-{_GGUF_SHA256[:12]}"
+    return user_cache() / f"{EMBEDDED_MODEL_NAME}-v{_CONVERTER_VERSION}-{_GGUF_SHA256[:12]}"
 
 
 # ---- the manifest

@@ -15,7 +15,8 @@ from protocol.items import CallOutput, FunctionCall, Message
 from sampler.chat_template import THINK, ChatFormat, ChatMLFormat, Render, TemplateFormat
 from sampler.conversation import ConversationError
 from sampler.embedded_model import EMBEDDED_MODEL_NAME, ensure_embedded_model
-from sampler.model_runner import ModelRunner
+from sampler.model_runner import GenericRunner, ModelRunner
+from sampler.runner_choice import RunnerChoiceError, RunnerOptions, choose_runner
 from sampler.tokenizer import Tokenizer
 from sampler.tool_calls import BEGIN
 
@@ -36,12 +37,17 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat_format: ChatFormat
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether there is no model, and what it says is made up."""
+        return self.runner.is_simulated
+
 
 def load_model(
     source: str | Path | None = None,
     *,
     device: str = "auto",
-    dtype: str = "auto",
+    options: RunnerOptions = RunnerOptions(),  # noqa: B008 - frozen
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load the embedded model, a model directory, or a Hugging Face id.
@@ -50,46 +56,49 @@ def load_model(
         source: a directory with config, weights and tokenizer, or an id of the hub; None is the
             embedded model.
         device: ``cpu``, ``cuda``, ``mps``, or ``auto`` for the best there is.
-        dtype: ``float32``, ``bfloat16``, or ``auto``: bfloat16 on CUDA, and float32 elsewhere,
-            where a suspended run then gives the very tokens of an uninterrupted one.
+        options: in which format, how exactly, and in how much memory it runs.
         progress: called with (done, total) while the embedded model is converted, on first use.
 
     Raises:
-        ModelLoadError: there is no such model or device, or the model lacks a fast tokenizer or a
-            chat template.
+        ModelLoadError: there is no such model or device, the model lacks a fast tokenizer or a
+            chat template, or it cannot be run as ``options`` say.
         EmbeddedModelError: the embedded model is not installed or its file is not the right one.
     """
     if source is None or source == EMBEDDED_MODEL_NAME:
-        return _load(ensure_embedded_model(progress), EMBEDDED_MODEL_NAME, device, dtype)
+        return _load(ensure_embedded_model(progress), EMBEDDED_MODEL_NAME, device, options)
     if Path(source).is_dir():
-        return _load(source, Path(source).resolve().name, device, dtype)
+        return _load(source, Path(source).resolve().name, device, options)
     if isinstance(source, Path) or source.startswith((".", "/", "~")):
         raise ModelLoadError(f"there is no model directory {str(source)!r}")
-    return _load(source, source, device, dtype)
+    return _load(source, source, device, options)
 
 
-def _load(source: str | Path, name: str, device: str, dtype: str) -> LoadedModel:
+def _load(source: str | Path, name: str, device: str, options: RunnerOptions) -> LoadedModel:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch_device = _pick_device(device)
-    torch_dtype = _pick_dtype(dtype, torch_device)
+    dtype = options.loading_dtype(torch_device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         torch.nn.Module.to(model, torch_device)  # the model's own `to` is typed wrongly
         hf_tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     if not hf_tokenizer.is_fast:
         raise ModelLoadError(f"the model {name!r} has no fast tokenizer")
-    _check_cache(model, name)
-    runner = ModelRunner(model)
+    try:
+        runner = choose_runner(model, options)
+    except RunnerChoiceError as error:
+        raise ModelLoadError(f"cannot run the model {name!r}: {error}") from error
+    if isinstance(runner, GenericRunner):
+        _check_cache(model, name)
     tokenizer = Tokenizer(
         hf_tokenizer.backend_tokenizer,
-        _stop_ids(model, hf_tokenizer),
+        stop_ids_of(model.generation_config, hf_tokenizer),
         runner.vocab_size,
         runner.counters,
     )
-    logger.info("loaded %s on %s in %s", name, torch_device, torch_dtype)
-    return LoadedModel(name, runner, tokenizer, _chat_format(hf_tokenizer, tokenizer, name))
+    logger.info("loaded %s on %s: %s", name, torch_device, runner)
+    return LoadedModel(name, runner, tokenizer, chat_format_of(hf_tokenizer, tokenizer, name))
 
 
 def _first_line(error: Exception) -> str:
@@ -109,34 +118,28 @@ def _pick_device(device: str) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in _DTYPES:
-        raise ModelLoadError(f"expected a dtype of {', '.join(_DTYPES)} or auto, not {dtype!r}")
-    return _DTYPES[dtype]
-
-
 def _check_cache(model: PreTrainedModel, name: str) -> None:
     """Make sure that the model goes on where its cache ends, which some families do not."""
     # A runner of its own, so that its work is not counted as a run's.
-    if not ModelRunner(model).continues_from_its_cache():
+    if not GenericRunner(model).continues_from_its_cache():
         raise ModelLoadError(f"{name!r} does not go on where its cache ends, so it cannot suspend")
 
 
-def _stop_ids(model: PreTrainedModel, hf_tokenizer: Any) -> set[int]:
+def stop_ids_of(generation_config: Any, hf_tokenizer: Any) -> set[int]:
     """Return what ends a turn: what the generation config says, the EOS, and ChatML's end."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
+    configured = getattr(generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     chatml_end = hf_tokenizer.get_vocab().get("<|im_end|>")
     stop_ids = {*ids, hf_tokenizer.eos_token_id, chatml_end}
     return {token_id for token_id in stop_ids if token_id is not None}
 
 
-def _chat_format(hf_tokenizer: Any, tokenizer: Tokenizer, name: str) -> ChatFormat:
+def chat_format_of(hf_tokenizer: Any, tokenizer: Tokenizer, name: str) -> ChatFormat:
+    """Return the format that the chat template of the model called ``name`` asks for.
+
+    Raises:
+        ModelLoadError: it has none, or one in which no run can be resumed.
+    """
     template = hf_tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use") or template.get("default")

@@ -11,13 +11,18 @@ import huggingface_hub.constants
 import pytest
 import torch
 from tokenizers import Tokenizer as FastTokenizer
+from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from protocol.items import CallOutput, FunctionCall, Message
+from sampler import runner_choice
 from sampler.chat_template import ChatMLFormat, TemplateFormat
 from sampler.conversation import Conversation
+from sampler.cpu_decoder import CPUDecoder
+from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
-from sampler.model_runner import ModelRunner
+from sampler.model_runner import ModelRunner, Piece
+from sampler.runner_choice import DTYPES, RunnerOptions
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, byte_tokenizer
 
 CHATML = (
@@ -53,15 +58,27 @@ def offline() -> Iterator[None]:
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model with padded logits, that ends a turn with either of two tokens."""
     directory = tmp_path_factory.mktemp("models") / "tiny-chat"
+    save_model(directory, hidden_size=16, intermediate_size=32)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def compiled_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model like it, of dimensions that the compiled forward pass covers."""
+    directory = tmp_path_factory.mktemp("models") / "compiled-chat"
+    save_model(directory, hidden_size=32, intermediate_size=64, head_dim=32)
+    return directory
+
+
+def save_model(directory: Path, **dimensions: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=288,
-        hidden_size=16,
-        intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
+        **dimensions,  # type: ignore[arg-type]
     )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -69,7 +86,6 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model.save_pretrained(directory)
     save_tokenizer(directory)
-    return directory
 
 
 def save_tokenizer(
@@ -105,6 +121,26 @@ def tiny(tiny_directory: Path) -> LoadedModel:
     return load_model(tiny_directory, device="cpu")
 
 
+def options(dtype: str) -> RunnerOptions:
+    return RunnerOptions(dtype, kv_memory=1 << 20, num_threads=1)
+
+
+def logits_after(model: LoadedModel, ids: list[int]) -> Tensor:
+    [logits] = model.runner.forward([Piece(ids, model.runner.new_cache())])
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def greedy(model: LoadedModel, ids: list[int], cache: KVCache) -> list[int]:
+    """Return ten tokens that go on from ``ids``, the likeliest each."""
+    said: list[int] = []
+    for _ in range(10):
+        [logits] = model.runner.forward([Piece(said[-1:] or ids, cache)])
+        assert isinstance(logits, Tensor)
+        said.append(int(logits.argmax()))
+    return said
+
+
 def text_of(model: LoadedModel, ids: list[int]) -> str:
     names = {token_id: name for name, token_id in model.tokenizer.added_tokens.items()}
     parts = [names.get(i, "").encode() or model.tokenizer.token_bytes(i) for i in ids]
@@ -127,7 +163,7 @@ def test_a_relative_directory_gives_the_model_its_name(
 
 
 def test_the_model_runs(tiny: LoadedModel) -> None:
-    logits = tiny.runner.extend(tiny.tokenizer.encode_text("Hi."), tiny.runner.new_cache())
+    logits = logits_after(tiny, tiny.tokenizer.encode_text("Hi."))
 
     assert logits.shape == (288,)
     assert tiny.runner.max_context == 512
@@ -319,22 +355,59 @@ def test_on_a_cpu_auto_is_float32(tiny: LoadedModel) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_dtype_can_be_asked_for(tiny_directory: Path, dtype: str) -> None:
-    model = load_model(tiny_directory, device="cpu", dtype=dtype)
+    model = load_model(tiny_directory, device="cpu", options=options(dtype))
 
     assert model.runner.dtype is getattr(torch, dtype)
 
 
 def test_logits_are_float32_whatever_the_dtype(tiny_directory: Path) -> None:
-    model = load_model(tiny_directory, device="cpu", dtype="bfloat16")
+    model = load_model(tiny_directory, device="cpu", options=options("bfloat16"))
 
-    logits = model.runner.extend([IM_START], model.runner.new_cache())
-
-    assert logits.dtype is torch.float32
+    assert logits_after(model, [IM_START]).dtype is torch.float32
 
 
-def test_an_unknown_dtype_is_an_error(tiny_directory: Path) -> None:
-    with pytest.raises(ModelLoadError, match="expected a dtype of float32, bfloat16 or auto"):
-        load_model(tiny_directory, device="cpu", dtype="float8")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_dtype_that_a_model_cannot_be_run_in_is_an_error(
+    tiny_directory: Path, dtype: str
+) -> None:
+    expected = f"^cannot run the model 'tiny-chat': {dtype} is for models on a processor"
+
+    with pytest.raises(ModelLoadError, match=expected):
+        load_model(tiny_directory, device="cpu", options=options(dtype))
+
+
+def test_memory_that_does_not_hold_a_block_is_an_error(tiny_directory: Path) -> None:
+    with pytest.raises(ModelLoadError, match="cannot run the model 'tiny-chat': 10 bytes do not"):
+        load_model(tiny_directory, device="cpu", options=RunnerOptions(kv_memory=10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_that_is_compiled_runs_in_any_dtype(compiled_directory: Path, dtype: str) -> None:
+    model = load_model(compiled_directory, device="cpu", options=options(dtype))
+    network = LlamaForCausalLM.from_pretrained(compiled_directory, dtype=torch.float32)
+
+    ids = model.tokenizer.encode_text("Hi.")
+    cache = model.runner.new_cache()
+    said = greedy(model, ids, cache)
+
+    assert isinstance(model.runner, CPUDecoder)
+    assert cache.num_tokens == len(ids) + len(said) - 1
+    assert model.runner.counters.tokens_forwarded == cache.num_tokens
+    assert said == greedy(model, ids, model.runner.new_cache())
+    with torch.inference_mode():
+        expected = network(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    # The share of the logits' spread that the format may change.
+    tolerance = {"float32": 1e-5, "bfloat16": 0.03, "auto": 0.03, "int8": 0.03, "int4": 0.3}[dtype]
+    difference = (logits_after(model, ids) - expected).abs().max()
+    assert difference < tolerance * (expected.max() - expected.min())
+
+
+@pytest.mark.slow
+def test_the_exact_mode_can_be_asked_for(compiled_directory: Path) -> None:
+    exact = RunnerOptions(is_exact=True, kv_memory=1 << 20, num_threads=2)
+
+    assert load_model(compiled_directory, device="cpu", options=exact).runner.dtype is torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
@@ -418,6 +491,7 @@ def test_a_template_by_which_no_run_could_be_resumed_is_an_error(new_model: NewM
 def test_a_model_that_does_not_go_on_where_its_cache_ends_is_an_error(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runner_choice, "decoder_weights", lambda _: None)  # its own class runs it
     monkeypatch.setattr(ModelRunner, "continues_from_its_cache", lambda _: False)
 
     with pytest.raises(ModelLoadError, match="cannot suspend"):

@@ -1,0 +1,390 @@
+"""The decoder's forward pass on processors, as compiled kernels over the block pool.
+
+One set of weights serves prefill and decode: float32, bfloat16, or integers of 8 or 4 bits that
+share a scale in groups of 32 (the grids of GGUF's Q8_0 and Q4_1). Activations are float32
+throughout. A row's logits do not depend on the rows beside it (``cpu_kernels``), so what is sampled
+does not depend on who else is in the batch, in any of the formats.
+"""
+
+import threading
+from collections.abc import Hashable, Sequence
+from queue import SimpleQueue
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sampler import cpu_kernels as kernels
+from sampler.counters import Counters
+from sampler.cpu_kernels import CHUNK_TOKENS, ROWS_PER_JOB, TILE
+from sampler.decoder_weights import DecoderWeights
+from sampler.kv_cache import KVCache, PagedCache, PagedStorage
+from sampler.model_runner import ModelRunner, Piece
+from sampler.simd import GROUP
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+"""How weights may be kept. Integers share a float16 scale, 4-bit ones a minimum too, in groups."""
+
+
+def nearest_lossless_format(weights: DecoderWeights) -> str:
+    """Return ``int4`` where the weights are on its grid already, as a model's are that was
+    published in it, and otherwise ``int8``."""
+    layer = weights.layers[0]
+    on_grid = all(_int4_error(matrix) < _NO_ERROR for matrix in (layer.qkv, layer.down))
+    return "int4" if on_grid else "int8"
+
+
+_NO_ERROR = 1e-3
+"""A share of the root mean square of weights that rounding scales to float16 can explain."""
+
+
+def _int4_error(matrix: Tensor) -> float:
+    """Return what 4 bits change of ``matrix``, as a share of it (root mean squares)."""
+    groups = matrix.float().reshape(-1, GROUP, 1).unsqueeze(1)  # (group, 1, line, column)
+    scales, minima, pairs = _int4_parts(groups)
+    integers = torch.stack([pairs & 15, pairs >> 4], dim=3).flatten(2, 3)
+    kept = integers * scales.float()[:, :, None] + minima.float()[:, :, None]
+    return float((kept - groups).norm() / groups.norm())
+
+
+def covers(weights: DecoderWeights) -> bool:
+    """Tell whether the dimensions are whole tiles, as the kernels want them."""
+    shape = weights.shape
+    wide = (shape.hidden_size, shape.intermediate_size, shape.head_dim)
+    return weights.device.type == "cpu" and all(size % TILE == 0 for size in wide)
+
+
+class CPUDecoder(ModelRunner):
+    """Our own decoder, compiled, on one or several threads."""
+
+    runs_ahead = True
+    prefill_chunk = 128
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        storage: PagedStorage,
+        counters: Counters | None = None,
+        *,
+        weight_format: str = "float32",
+        num_threads: int = 1,
+    ) -> None:
+        """Pack the weights.
+
+        Args:
+            weights: ``covers`` them; not needed any more afterwards.
+            storage: of the blocks of all caches, float32 or bfloat16.
+            counters: where the work is counted.
+            weight_format: one of ``FORMATS``.
+            num_threads: how many compute together, the model thread among them.
+        """
+        super().__init__(counters)
+        assert covers(weights), "the kernels do not cover this network"
+        self._network = weights.shape
+        self._shape, self._weights = _packed(weights, weight_format)
+        self._storage = storage
+        self._weight_format = weight_format
+        self._crew = _Crew(num_threads)
+        self._scratch = _Scratch(self._shape, num_threads)
+
+    def __repr__(self) -> str:
+        return f"compiled, {self._weight_format}, {self._crew.num_threads} threads"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._storage.tensor.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self._network.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self._network.max_context
+
+    def new_cache(self) -> PagedCache:
+        return self._storage.new_cache()
+
+    def forward(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
+        for piece in pieces:
+            # The kernels would read beyond the embedding, and beyond the rotations.
+            assert 0 <= min(piece.token_ids) <= max(piece.token_ids) < self.vocab_size
+            assert piece.cache.num_tokens + len(piece.token_ids) <= self.max_context
+            _cache_of(piece).extend_to(len(piece.token_ids))
+        batch = _batch(pieces)
+        scratch, logits = self._scratch.views(batch)
+        self._crew.run(self._shape, self._weights, batch, scratch, _flat(self._storage.tensor))
+        for piece in pieces:
+            piece.cache.advance(len(piece.token_ids))
+        self.counters.tokens_forwarded += len(batch.token_ids)
+        self.counters.forward_passes += 1
+        wanted = iter(torch.from_numpy(logits)[:, : self.vocab_size])
+        return [next(wanted) if piece.wants_logits else None for piece in pieces]
+
+    def find_prefix(self, salt: Hashable, token_ids: Sequence[int]) -> KVCache | None:
+        cache = self._storage.match(salt, token_ids, len(token_ids) - 1)
+        return cache if cache.num_tokens else None
+
+    def publish(self, salt: Hashable, token_ids: Sequence[int], cache: KVCache) -> None:
+        assert isinstance(cache, PagedCache)
+        cache.publish(salt, token_ids)
+
+    def torch_threads(self, num_threads: int) -> int:
+        """Torch is left with the sampling: more threads of it would spin on cores wanted here."""
+        return 1
+
+    def warm_up(self) -> None:
+        """Compile the kernels, or find them compiled: seconds the first time, then a moment."""
+        cache = self.new_cache()
+        counters, self.counters = self.counters, Counters()
+        self.forward([Piece([0, 0], cache)])
+        self.counters = counters
+
+
+def _cache_of(piece: Piece) -> PagedCache:
+    assert isinstance(piece.cache, PagedCache)
+    return piece.cache
+
+
+# --- Threads --------------------------------------------------------------------------------------
+
+
+class _Crew:
+    """Threads that take part in steps. One that comes late finds its work done by the others.
+
+    They end when the crew is collected.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._queues: list[SimpleQueue[tuple[Any, ...] | None]] = []
+        for number in range(1, num_threads):
+            queue = SimpleQueue[tuple[Any, ...] | None]()
+            self._queues.append(queue)
+            thread = threading.Thread(target=_take_part, args=(number, queue), daemon=True)
+            thread.name = f"model-{number}"
+            thread.start()
+        finalize(self, _dismiss, self._queues)
+
+    @property
+    def num_threads(self) -> int:
+        """How many take part, the one that calls ``run`` among them."""
+        return 1 + len(self._queues)
+
+    def run(self, *arguments: Any) -> None:
+        for queue in self._queues:
+            queue.put(arguments)
+        kernels.step(0, *arguments)
+
+
+def _dismiss(queues: "Sequence[SimpleQueue[tuple[Any, ...] | None]]") -> None:
+    for queue in queues:
+        queue.put(None)
+
+
+def _take_part(number: int, queue: "SimpleQueue[tuple[Any, ...] | None]") -> None:
+    while (arguments := queue.get()) is not None:
+        kernels.step(number, *arguments)
+        del arguments
+
+
+# --- What a step is given -------------------------------------------------------------------------
+
+
+def _batch(pieces: Sequence[Piece]) -> kernels.Batch:
+    """Lay out the rows of ``pieces``, and who attends to what.
+
+    A single row attends chunk by chunk, each a job, so that threads can share a long context. Rows
+    of a prefill attend in small tiles, each a job over all chunks.
+    """
+    lengths = np.array([len(piece.token_ids) for piece in pieces])
+    starts = np.array([piece.cache.num_tokens for piece in pieces])
+    first_rows = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    tables = [_cache_of(piece).table.blocks for piece in pieces]
+    padded = np.zeros((len(pieces), max(map(len, tables))), np.int64)
+    for line, table in zip(padded, tables, strict=True):
+        line[: len(table)] = table
+    jobs, merges = [], []
+    slot = 0
+    for first_row, start, length in zip(first_rows, starts, lengths, strict=True):
+        if length == 1:
+            num_chunks = -(-(start + 1) // CHUNK_TOKENS)
+            merges.append((first_row, slot, num_chunks))
+            jobs += [(first_row, 1, chunk, 1, slot + chunk) for chunk in range(num_chunks)]
+            slot += num_chunks
+            continue
+        for offset in range(0, length, ROWS_PER_JOB):
+            num_rows = min(ROWS_PER_JOB, length - offset)
+            num_chunks = -(-(start + offset + num_rows) // CHUNK_TOKENS)
+            jobs.append((first_row + offset, num_rows, 0, num_chunks, -1))
+    wants = np.array([piece.wants_logits for piece in pieces])
+    offsets = np.arange(lengths.sum()) - np.repeat(first_rows, lengths)
+    return kernels.Batch(
+        token_ids=np.concatenate([np.asarray(piece.token_ids, np.int64) for piece in pieces]),
+        positions=np.repeat(starts, lengths) + offsets,
+        sequences=np.repeat(np.arange(len(pieces)), lengths),
+        tables=padded,
+        jobs=np.array(jobs, np.int64).reshape(-1, 5),
+        merges=np.array(merges, np.int64).reshape(-1, 3),
+        wanted=(first_rows + lengths - 1)[wants],
+    )
+
+
+class _Scratch:
+    """Buffers that grow with the largest batch so far."""
+
+    def __init__(self, shape: kernels.Shape, num_threads: int) -> None:
+        self._shape = shape
+        self._local = np.empty((num_threads, kernels.local_size(shape)), np.float32)
+        self._buffers: dict[str, NDArray[np.float32]] = {}
+
+    def views(self, batch: kernels.Batch) -> tuple[kernels.Scratch, NDArray[np.float32]]:
+        """Return the buffers for ``batch``, and the logits: these are new each time."""
+        shape, rows = self._shape, len(batch.token_ids)
+        attended = shape.num_heads * shape.head_dim
+        qkv = attended + 2 * shape.num_kv_heads * shape.head_dim
+        slots = int(batch.merges[:, 2].sum())
+        logits = np.empty((len(batch.wanted), shape.vocab), np.float32)
+        scratch = kernels.Scratch(
+            progress=np.zeros(2 * kernels.num_phases(shape.num_layers), np.int64),
+            hidden=self._at_least("hidden", rows * shape.hidden),
+            normed=self._at_least("normed", rows * shape.hidden),
+            qkv=self._at_least("qkv", rows * qkv),
+            attended=self._at_least("attended", rows * attended),
+            gated=self._at_least("gated", rows * shape.intermediate),
+            parts=self._at_least("parts", slots * shape.num_heads * (shape.head_dim + 2)),
+            last=self._at_least("last", len(batch.wanted) * shape.hidden),
+            logits=logits.reshape(-1),
+            local=self._local,
+        )
+        return scratch, logits
+
+    def _at_least(self, name: str, size: int) -> NDArray[np.float32]:
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[name] = np.empty(max(size, 1), np.float32)
+        return buffer
+
+
+# --- Weights --------------------------------------------------------------------------------------
+
+
+def _packed(weights: DecoderWeights, form: str) -> tuple[kernels.Shape, kernels.Weights]:
+    network = weights.shape
+    head_form = "int8" if form == "int4" else form
+    matrices, starts, end = [], [], 0
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.o, _interleaved(layer.gate_up), layer.down):
+            matrices.append(pack(matrix, form))
+            starts.append(end)
+            end += len(matrices[-1])
+    head = pack(_padded(weights.head), head_form)
+    shape = kernels.Shape(
+        num_layers=network.num_layers,
+        hidden=network.hidden_size,
+        num_heads=network.num_heads,
+        num_kv_heads=network.num_kv_heads,
+        head_dim=network.head_dim,
+        intermediate=network.intermediate_size,
+        vocab=-(-network.vocab_size // TILE) * TILE,
+        epsilon=network.rms_norm_eps,
+        linear_line=line_size(form),
+        head_line=line_size(head_form),
+    )
+    norms = [norm for layer in weights.layers for norm in (layer.input_norm, layer.post_norm)]
+    cosines, sines = _rotations(weights)
+    packed = kernels.Weights(
+        linear=np.concatenate(matrices),
+        starts=np.array(starts, np.int64).reshape(-1, 4),
+        head=head,
+        embedding=_flat(weights.embed if form == "bfloat16" else weights.embed.float()),
+        norms=_stacked([*norms, weights.norm]),
+        qkv_bias=_stacked([layer.qkv_bias for layer in weights.layers]),
+        qk_norms=_stacked(
+            [norm for layer in weights.layers for norm in (layer.q_norm, layer.k_norm)]
+        ),
+        cosines=cosines,
+        sines=sines,
+    )
+    return shape, packed
+
+
+def line_size(form: str) -> int:
+    """Return how many elements of the packed array one line of a tile takes, scales included."""
+    match form:
+        case "int8":
+            return TILE + 2 * TILE // GROUP
+        case "int4":
+            return TILE // 2 + 4 * TILE // GROUP
+        case _:
+            return TILE
+
+
+def pack(matrix: Tensor, form: str) -> NDArray[Any]:
+    """Return ``matrix``, ``(out, in)``, cut into tiles as ``multiply_tile`` reads them, flat.
+
+    ``out`` is a multiple of 32, and so is ``in`` where weights are integers.
+    """
+    num_out, num_in = matrix.shape
+    tiles = matrix.float().reshape(num_out // TILE, TILE, num_in).transpose(1, 2)
+    if form == "float32":
+        return _flat(tiles)
+    if form == "bfloat16":
+        return _flat(tiles.to(torch.bfloat16))
+    groups = tiles.reshape(len(tiles), num_in // GROUP, GROUP, TILE)  # (tile, group, line, column)
+    parts = _int8_parts(groups) if form == "int8" else _int4_parts(groups)
+    packed = torch.cat([part.contiguous().view(torch.int8).flatten(2) for part in parts], dim=-1)
+    return _flat(packed if form == "int8" else packed.view(torch.uint8))
+
+
+def _int8_parts(groups: Tensor) -> tuple[Tensor, ...]:
+    scales = (groups.abs().amax(2) / 127).half()  # (tile, group, column)
+    integers = groups / _divisor(scales)[:, :, None]
+    return scales, integers.round().clamp(-127, 127).to(torch.int8)
+
+
+def _int4_parts(groups: Tensor) -> tuple[Tensor, ...]:
+    minima = groups.amin(2).half()
+    scales = ((groups.amax(2) - minima.float()) / 15).half()
+    integers = (groups - minima.float()[:, :, None]) / _divisor(scales)[:, :, None]
+    integers = integers.round().clamp(0, 15).to(torch.uint8)
+    return scales, minima, integers[:, :, 0::2] | integers[:, :, 1::2] << 4
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """Return ``scales`` as float32, without zeros: where all weights are equal, any will do."""
+    return torch.where(scales == 0, 1.0, scales.float())
+
+
+def _interleaved(gate_up: Tensor) -> Tensor:
+    """Return the tiles of the gate and of what it gates in turns."""
+    return gate_up.reshape(2, -1, TILE, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    missing = -len(matrix) % TILE
+    return torch.nn.functional.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+
+
+def _stacked(vectors: Sequence[Tensor | None]) -> NDArray[Any]:
+    given = [vector.float() for vector in vectors if vector is not None]
+    return _flat(torch.stack(given)) if given else np.empty(0, np.float32)
+
+
+def _rotations(weights: DecoderWeights) -> tuple[NDArray[Any], NDArray[Any]]:
+    positions = torch.arange(weights.shape.max_context, dtype=torch.float32)
+    angles = torch.outer(positions, weights.inv_freq)  # (max_context, head_dim / 2)
+    scaling = weights.attention_scaling
+    return _flat(angles.cos() * scaling), _flat(angles.sin() * scaling)
+
+
+def _flat(tensor: Tensor) -> NDArray[Any]:
+    """Return the elements as an array; bfloat16 as its bits."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()

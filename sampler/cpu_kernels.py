@@ -1,0 +1,700 @@
+"""A decoder's forward pass as one compiled function that several threads run together.
+
+A step is a list of phases, one after the other; a phase is a number of units that do not depend on
+each other. Threads draw units like tickets, and go on to the next phase when all units of the last
+one are done, by whomever. No thread is waited for that has not drawn a unit: one that the operating
+system lets wait joins late, or never, and the others do its share. So a busy neighbour costs a step
+what it takes from the cores, not a barrier's worth of waiting.
+
+What is computed for a row depends on that row, its sequence and nothing else, bit for bit. Products
+add up in one order (``simd``), attention goes over a sequence in chunks that begin at multiples of
+``CHUNK_TOKENS``, and their results are merged from the first to the last (flash decoding, as in Dao
+et al. 2023), whether one unit went through them or several did.
+
+Layout, in elements of flat arrays: a matrix is cut into tiles of 32 outputs, each tile a line of 32
+for every input (``pack`` in ``cpu_decoder``). A block of keys of one head is ``(head_dim, 16)``, so
+that one line holds one coordinate of 16 tokens; a block of values is ``(16, head_dim)``.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sampler.cache_pool import BLOCK_SIZE
+from sampler.simd import (
+    LANES,
+    add,
+    compiled,
+    divide,
+    entry_point,
+    exp,
+    fetch_add,
+    fused_multiply_add,
+    lane_max,
+    lane_sum,
+    load,
+    load_shared,
+    maximum,
+    multiply,
+    multiply_tile,
+    prefetch,
+    splat,
+    store,
+    store_element,
+    subtract,
+    yield_thread,
+)
+
+TILE = 2 * LANES
+"""Outputs of one tile of a matrix."""
+CHUNK_TOKENS = 256
+"""Tokens of a sequence that one softmax goes over; results of chunks are merged."""
+ROWS_PER_UNIT = 64
+"""Rows of a product that one unit computes."""
+ROWS_PER_JOB = 8
+"""Rows of a prefilled sequence that attend together, so that keys are read once for all."""
+DRAWS_PER_THREAD = 4
+"""In about how many units a product of few rows is divided, for each thread."""
+_NORM_ROWS = 8
+_SPINS = 2000
+"""How often a thread looks whether a phase is over before it lets others have its core."""
+
+Array = NDArray[Any]
+
+
+class Shape(NamedTuple):
+    """The dimensions of the network."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    """Rounded up to whole tiles."""
+    epsilon: float
+    linear_line: int
+    """Elements of a tile of a layer's matrices for each input."""
+    head_line: int
+    """The same for the output head."""
+
+
+class Weights(NamedTuple):
+    """All weights, flat."""
+
+    linear: Array
+    """The matrices of all layers."""
+    starts: Array
+    """``(num_layers, 4)`` int64: where a layer's qkv, o, gate_up and down begin."""
+    head: Array
+    embedding: Array
+    """``(vocab * hidden,)`` float32, or bfloat16 as uint16."""
+    norms: Array
+    """``(num_layers * 2 + 1, hidden)`` float32: before attention and MLP of each layer; last."""
+    qkv_bias: Array
+    """``(num_layers, qkv)`` float32; empty where there is none."""
+    qk_norms: Array
+    """``(num_layers * 2, head_dim)`` float32, of queries and keys; empty where there are none."""
+    cosines: Array
+    """``(max_context, head_dim / 2)`` float32."""
+    sines: Array
+
+
+class Batch(NamedTuple):
+    """What one step is to compute. Integers are int64."""
+
+    token_ids: Array
+    """``(rows,)``."""
+    positions: Array
+    """``(rows,)``: in its sequence."""
+    sequences: Array
+    """``(rows,)``: which line of ``tables`` is its."""
+    tables: Array
+    """``(sequences, blocks)``."""
+    jobs: Array
+    """``(jobs, 5)``: first row, number of rows, first chunk, number of chunks, and the slot for the
+    result, or -1: the job goes through all chunks and gives the attention's output itself."""
+    merges: Array
+    """``(merges, 3)``: a row, its first slot, and the number of its slots."""
+    wanted: Array
+    """``(wanted,)``: the rows whose logits are wanted."""
+
+
+class Scratch(NamedTuple):
+    """Where results lie between phases; all float32 but ``progress``."""
+
+    progress: Array
+    """``(2 * phases,)`` int64 zeros: tickets drawn, and units done, of each phase."""
+    hidden: Array
+    """``(rows, hidden)``: the residual stream."""
+    normed: Array
+    qkv: Array
+    attended: Array
+    gated: Array
+    parts: Array
+    """``(slots, num_heads, head_dim + 2)``: attention over one chunk: see ``_merge``."""
+    last: Array
+    """``(wanted, hidden)``."""
+    logits: Array
+    """``(wanted, vocab)``."""
+    local: Array
+    """``(threads, local_size)``."""
+
+
+def num_phases(num_layers: int) -> int:
+    """Return how many phases a step has."""
+    return 1 + 9 * num_layers + 2
+
+
+def queries_per_job(num_heads: int, num_kv_heads: int) -> int:
+    """Return how many queries a job has at most."""
+    return ROWS_PER_JOB * (num_heads // num_kv_heads)
+
+
+def local_size(shape: Shape) -> int:
+    """Return how many floats a thread needs for itself."""
+    queries = queries_per_job(shape.num_heads, shape.num_kv_heads)
+    attention = queries * (3 * shape.head_dim + CHUNK_TOKENS + 4)
+    return max(attention, 2 * TILE * ROWS_PER_UNIT)
+
+
+# --- Threads --------------------------------------------------------------------------------------
+
+
+@compiled
+def _draw(progress: Array, phase: int) -> int:
+    return fetch_add(progress, 2 * phase, 1)  # type: ignore[no-any-return]
+
+
+@compiled
+def _done(progress: Array, phase: int) -> None:
+    fetch_add(progress, 2 * phase + 1, 1)
+
+
+@compiled
+def _wait(progress: Array, phase: int, num_units: int) -> None:
+    """Wait until all units of the phase are done."""
+    spins = 0
+    while load_shared(progress, 2 * phase + 1) < num_units:
+        spins += 1
+        if spins > _SPINS:
+            yield_thread()
+
+
+# --- Products -------------------------------------------------------------------------------------
+
+
+def _product(num_vectors: int, accumulates: bool, prefetches: bool) -> Any:
+    """Return a function that multiplies any number of rows with one tile of weights."""
+
+    @compiled
+    def product(
+        weights: Array, at: int, stride: int,
+        inputs: Array, first: int, input_stride: int, length: int,
+        outputs: Array, to: int, output_stride: int, num_rows: int,
+    ) -> None:  # fmt: skip
+        row = 0
+        while num_rows - row >= 8:
+            multiply_tile(
+                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
+                outputs, to + row * output_stride, output_stride, 8, num_vectors, accumulates,
+                prefetches,
+            )  # fmt: skip
+            row += 8
+        # What is left goes in tiles of 4, 2 and 1: each size of tile is code to be compiled.
+        if num_rows - row >= 4:
+            multiply_tile(
+                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
+                outputs, to + row * output_stride, output_stride, 4, num_vectors, accumulates,
+                prefetches,
+            )  # fmt: skip
+            row += 4
+        if num_rows - row >= 2:
+            multiply_tile(
+                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
+                outputs, to + row * output_stride, output_stride, 2, num_vectors, accumulates,
+                prefetches,
+            )  # fmt: skip
+            row += 2
+        if num_rows - row == 1:
+            multiply_tile(
+                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
+                outputs, to + row * output_stride, output_stride, 1, num_vectors, accumulates,
+                prefetches,
+            )  # fmt: skip
+
+    return product
+
+
+_tile_product = _product(2, accumulates=False, prefetches=True)
+_tile_product_added = _product(2, accumulates=True, prefetches=True)
+_scores_product = _product(1, accumulates=False, prefetches=False)
+_values_product_added = _product(2, accumulates=True, prefetches=False)
+
+
+@compiled
+def _num_row_units(num_rows: int) -> int:
+    return (num_rows + ROWS_PER_UNIT - 1) // ROWS_PER_UNIT
+
+
+@compiled
+def _tiles_per_unit(num_tiles: int, row_units: int, num_threads: int) -> int:
+    """Return how many tiles, one after the other in memory, a unit has.
+
+    With few rows a tile is half a microsecond of work, and to draw it takes nearly as long; and
+    what a thread has had fetched ahead is then another one's tile.
+    """
+    return max(1, num_tiles // (DRAWS_PER_THREAD * num_threads)) if row_units == 1 else 1
+
+
+@compiled
+def _linear(
+    progress: Array, phase: int, weights: Array, start: int, line: int,
+    inputs: Array, length: int, outputs: Array, width: int, num_rows: int, adds: bool,
+    num_threads: int,
+) -> None:  # fmt: skip
+    """One phase: outputs = inputs times a matrix, or with ``adds`` outputs += ..."""
+    num_tiles, row_units = width // TILE, _num_row_units(num_rows)
+    span = _tiles_per_unit(num_tiles, row_units, num_threads)
+    num_units = row_units * ((num_tiles + span - 1) // span)
+    unit = _draw(progress, phase)
+    while unit < num_units:
+        first_tile = unit // row_units * span
+        first_row = (unit % row_units) * ROWS_PER_UNIT
+        rows = min(ROWS_PER_UNIT, num_rows - first_row)
+        first = first_row * length
+        for tile in range(first_tile, min(first_tile + span, num_tiles)):
+            at = start + tile * length * line
+            to = first_row * width + tile * TILE
+            if adds:
+                _tile_product_added(
+                    weights, at, line, inputs, first, length, length, outputs, to, width, rows
+                )
+            else:
+                _tile_product(
+                    weights, at, line, inputs, first, length, length, outputs, to, width, rows
+                )
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_units)
+
+
+@compiled
+def _gate(
+    progress: Array, phase: int, weights: Array, start: int, line: int,
+    inputs: Array, length: int, outputs: Array, width: int, num_rows: int,
+    local: Array, mine: int, num_threads: int,
+) -> None:  # fmt: skip
+    """One phase: silu of the gate, times what it gates. Their tiles take turns in the matrix."""
+    num_tiles, row_units = width // TILE, _num_row_units(num_rows)
+    span = _tiles_per_unit(num_tiles, row_units, num_threads)
+    num_units = row_units * ((num_tiles + span - 1) // span)
+    up = mine + ROWS_PER_UNIT * TILE
+    unit = _draw(progress, phase)
+    while unit < num_units:
+        first_tile = unit // row_units * span
+        first_row = (unit % row_units) * ROWS_PER_UNIT
+        rows = min(ROWS_PER_UNIT, num_rows - first_row)
+        first = first_row * length
+        for tile in range(first_tile, min(first_tile + span, num_tiles)):
+            at = start + 2 * tile * length * line
+            _tile_product(weights, at, line, inputs, first, length, length, local, mine, TILE, rows)
+            at += length * line
+            _tile_product(weights, at, line, inputs, first, length, length, local, up, TILE, rows)
+            _gate_tile(local, mine, up, outputs, first_row * width + tile * TILE, width, rows)
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_units)
+
+
+@compiled
+def _gate_tile(
+    local: Array, gates: int, gated: int, outputs: Array, to: int, width: int, num_rows: int
+) -> None:
+    one = splat(np.float32(1.0))
+    minus_one = splat(np.float32(-1.0))
+    for row in range(num_rows):
+        for lane in range(0, TILE, LANES):
+            gate = load(local, gates + row * TILE + lane)
+            sigmoid = divide(one, add(one, exp(multiply(gate, minus_one))))
+            product = multiply(multiply(gate, sigmoid), load(local, gated + row * TILE + lane))
+            store(outputs, to + row * width + lane, product)
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+@compiled
+def _norm(
+    inputs: Array, first: int, gain: Array, gain_at: int,
+    outputs: Array, to: int, length: int, epsilon: float,
+) -> None:  # fmt: skip
+    """RMSNorm (Zhang and Sennrich, 2019) of one row."""
+    total = splat(np.float32(0.0))
+    for lane in range(0, length, LANES):
+        value = load(inputs, first + lane)
+        total = fused_multiply_add(value, value, total)
+    mean = lane_sum(total) / np.float32(length)
+    factor = splat(np.float32(1.0) / np.sqrt(mean + np.float32(epsilon)))
+    for lane in range(0, length, LANES):
+        scaled = multiply(load(inputs, first + lane), factor)
+        store(outputs, to + lane, multiply(scaled, load(gain, gain_at + lane)))
+
+
+@compiled
+def _norm_rows(
+    progress: Array, phase: int, inputs: Array, gain: Array, gain_at: int,
+    outputs: Array, width: int, num_rows: int, epsilon: float,
+) -> None:  # fmt: skip
+    num_units = (num_rows + _NORM_ROWS - 1) // _NORM_ROWS
+    unit = _draw(progress, phase)
+    while unit < num_units:
+        for row in range(unit * _NORM_ROWS, min((unit + 1) * _NORM_ROWS, num_rows)):
+            at = row * width
+            _norm(inputs, at, gain, gain_at, outputs, at, width, epsilon)
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_units)
+
+
+@compiled
+def _embed(
+    progress: Array, phase: int, weights: Weights, batch: Batch, hidden: Array, width: int
+) -> None:
+    num_rows = len(batch.token_ids)
+    num_units = (num_rows + _NORM_ROWS - 1) // _NORM_ROWS
+    unit = _draw(progress, phase)
+    while unit < num_units:
+        for row in range(unit * _NORM_ROWS, min((unit + 1) * _NORM_ROWS, num_rows)):
+            at = batch.token_ids[row] * width
+            for lane in range(0, width, LANES):
+                store(hidden, row * width + lane, load(weights.embedding, at + lane))
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_units)
+
+
+@compiled
+def _rotate(vector: Array, at: int, weights: Weights, position: int, head_dim: int) -> None:
+    """Rotary embedding (Su et al., 2021): each element turns with the one half a head away."""
+    half = head_dim // 2
+    turn = position * half
+    minus_one = splat(np.float32(-1.0))
+    for lane in range(0, half, LANES):
+        cosine, sine = load(weights.cosines, turn + lane), load(weights.sines, turn + lane)
+        first, second = load(vector, at + lane), load(vector, at + half + lane)
+        turned = multiply(multiply(second, minus_one), sine)
+        store(vector, at + lane, fused_multiply_add(first, cosine, turned))
+        store(vector, at + half + lane, fused_multiply_add(second, cosine, multiply(first, sine)))
+
+
+@compiled
+def _place(
+    row: int, layer: int, shape: Shape, weights: Weights, batch: Batch, qkv: Array, kv: Array
+) -> None:
+    """Finish one row's queries, and put its keys and values where they are kept."""
+    head_dim, kv_heads = shape.head_dim, shape.num_kv_heads
+    num_rotated = shape.num_heads + kv_heads
+    width = (num_rotated + kv_heads) * head_dim
+    mine = row * width
+    position = batch.positions[row]
+    if weights.qkv_bias.size:
+        for lane in range(0, width, LANES):
+            bias = load(weights.qkv_bias, layer * width + lane)
+            store(qkv, mine + lane, add(load(qkv, mine + lane), bias))
+    for head in range(num_rotated):
+        at = mine + head * head_dim
+        if weights.qk_norms.size:
+            gain = (2 * layer + (head >= shape.num_heads)) * head_dim
+            _norm(qkv, at, weights.qk_norms, gain, qkv, at, head_dim, shape.epsilon)
+        _rotate(qkv, at, weights, position, head_dim)
+    block = batch.tables[batch.sequences[row], position // BLOCK_SIZE]
+    slot = position % BLOCK_SIZE
+    slab = BLOCK_SIZE * head_dim
+    keys = ((block * shape.num_layers + layer) * 2) * kv_heads * slab
+    values = keys + kv_heads * slab
+    for head in range(kv_heads):
+        key = mine + (shape.num_heads + head) * head_dim
+        value = mine + (num_rotated + head) * head_dim
+        for i in range(head_dim):
+            store_element(kv, keys + head * slab + i * BLOCK_SIZE + slot, qkv[key + i])
+            store_element(kv, values + head * slab + slot * head_dim + i, qkv[value + i])
+
+
+@compiled
+def _place_rows(
+    progress: Array, phase: int, layer: int, shape: Shape, weights: Weights, batch: Batch,
+    qkv: Array, kv: Array,
+) -> None:  # fmt: skip
+    num_units = len(batch.token_ids)
+    unit = _draw(progress, phase)
+    while unit < num_units:
+        _place(unit, layer, shape, weights, batch, qkv, kv)
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_units)
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+@compiled
+def _merge(into: Array, at: int, part: Array, first: int, head_dim: int) -> None:
+    """Add attention over one chunk to that over the chunks before it.
+
+    Each is ``head_dim`` sums of values, weighted by e to the power of score minus the greatest
+    score; then that greatest score, and the sum of the weights.
+    """
+    greatest, weight = at + head_dim, at + head_dim + 1
+    top = max(into[greatest], part[first + head_dim])
+    old = exp(splat(into[greatest] - top))
+    new = exp(splat(part[first + head_dim] - top))
+    for lane in range(0, head_dim, LANES):
+        kept = multiply(load(into, at + lane), old)
+        store(into, at + lane, fused_multiply_add(load(part, first + lane), new, kept))
+    old_weight = into[weight] * lane_max(old)
+    into[weight] = old_weight + part[first + head_dim + 1] * lane_max(new)
+    into[greatest] = top
+
+
+@compiled
+def _clear(into: Array, at: int, head_dim: int) -> None:
+    for i in range(head_dim):
+        into[at + i] = 0.0
+    into[at + head_dim] = -np.inf
+    into[at + head_dim + 1] = 0.0
+
+
+@compiled
+def _finish(part: Array, first: int, outputs: Array, to: int, head_dim: int) -> None:
+    factor = splat(np.float32(1.0) / part[first + head_dim + 1])
+    for lane in range(0, head_dim, LANES):
+        store(outputs, to + lane, multiply(load(part, first + lane), factor))
+
+
+@compiled
+def _softmax(local: Array, at: int, limit: int, num_scores: int) -> tuple[float, float]:
+    """Turn ``limit`` scores into weights, and the rest into zeros.
+
+    Returns the greatest score and the sum of the weights.
+    """
+    for i in range(limit, num_scores):
+        local[at + i] = -np.inf
+    top_lanes = load(local, at)
+    for lane in range(LANES, num_scores, LANES):
+        top_lanes = maximum(top_lanes, load(local, at + lane))
+    top = lane_max(top_lanes)
+    for lane in range(0, num_scores, LANES):
+        store(local, at + lane, exp(subtract(load(local, at + lane), splat(top))))
+    for i in range(limit, num_scores):
+        local[at + i] = 0.0
+    total = splat(np.float32(0.0))
+    for lane in range(0, num_scores, LANES):
+        total = add(total, load(local, at + lane))
+    return top, lane_sum(total)
+
+
+@compiled
+def _prefetch_slab(kv: Array, at: int, size: int) -> None:
+    """Have a slab brought near. Blocks lie anywhere, so the processor cannot foresee the next."""
+    for i in range(0, size, 64 // kv.itemsize):
+        prefetch(kv, at + i)
+
+
+@compiled
+def _attend(
+    job: int, kv_head: int, layer: int, shape: Shape, batch: Batch, scratch: Scratch, kv: Array,
+    thread: int,
+) -> None:  # fmt: skip
+    """Let some rows attend to some chunks of their sequence, with the queries of one KV head."""
+    head_dim, kv_heads = shape.head_dim, shape.num_kv_heads
+    group = shape.num_heads // kv_heads
+    first_row, num_rows, first_chunk, num_chunks, slot = batch.jobs[job]
+    num_queries = num_rows * group
+    width = (shape.num_heads + 2 * kv_heads) * head_dim
+    part_size = head_dim + 2
+
+    local = scratch.local
+    queries = thread * local.shape[1]
+    scores = queries + num_queries * head_dim
+    parts = scores + num_queries * CHUNK_TOKENS
+    totals = parts + num_queries * part_size
+    local = local.reshape(-1)
+
+    scale = splat(np.float32(1.0 / np.sqrt(head_dim)))
+    for query in range(num_queries):
+        row, head = first_row + query // group, kv_head * group + query % group
+        at = row * width + head * head_dim
+        for lane in range(0, head_dim, LANES):
+            value = multiply(load(scratch.qkv, at + lane), scale)
+            store(local, queries + query * head_dim + lane, value)
+        _clear(local, totals + query * part_size, head_dim)
+
+    sequence = batch.sequences[first_row]
+    end = batch.positions[first_row + num_rows - 1] + 1
+    slab = BLOCK_SIZE * head_dim
+    block_size = shape.num_layers * 2 * kv_heads * slab
+    for chunk in range(first_chunk, first_chunk + num_chunks):
+        start = chunk * CHUNK_TOKENS
+        num_tokens = min(end - start, CHUNK_TOKENS)
+        num_blocks = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE
+        for i in range(num_blocks):
+            block = batch.tables[sequence, start // BLOCK_SIZE + i]
+            keys = (((block * shape.num_layers + layer) * 2) * kv_heads + kv_head) * slab
+            if i + 2 < num_blocks:
+                later = batch.tables[sequence, start // BLOCK_SIZE + i + 2]
+                _prefetch_slab(kv, keys + (later - block) * block_size, slab)
+            _prefetch_slab(kv, keys + kv_heads * slab, slab)
+            _scores_product(
+                kv, keys, BLOCK_SIZE, local, queries, head_dim, head_dim,
+                local, scores + i * BLOCK_SIZE, CHUNK_TOKENS, num_queries,
+            )  # fmt: skip
+        for query in range(num_queries):
+            limit = batch.positions[first_row + query // group] + 1 - start
+            at = parts + query * part_size
+            for i in range(head_dim):
+                local[at + i] = 0.0
+            if limit > 0:
+                top, weight = _softmax(
+                    local, scores + query * CHUNK_TOKENS,
+                    min(limit, num_tokens), num_blocks * BLOCK_SIZE,
+                )  # fmt: skip
+                local[at + head_dim], local[at + head_dim + 1] = top, weight
+        for i in range(num_blocks):
+            block = batch.tables[sequence, start // BLOCK_SIZE + i]
+            values = (((block * shape.num_layers + layer) * 2 + 1) * kv_heads + kv_head) * slab
+            filled = min(BLOCK_SIZE, num_tokens - i * BLOCK_SIZE)
+            for lane in range(0, head_dim, TILE):
+                _values_product_added(
+                    kv, values + lane, head_dim, local, scores + i * BLOCK_SIZE, CHUNK_TOKENS,
+                    filled, local, parts + lane, part_size, num_queries,
+                )  # fmt: skip
+        for query in range(num_queries):
+            if batch.positions[first_row + query // group] >= start:
+                part = parts + query * part_size
+                _merge(local, totals + query * part_size, local, part, head_dim)
+
+    for query in range(num_queries):
+        row, head = first_row + query // group, kv_head * group + query % group
+        part = totals + query * part_size
+        if slot < 0:
+            to = (row * shape.num_heads + head) * head_dim
+            _finish(local, part, scratch.attended, to, head_dim)
+        else:
+            part = parts + query * part_size  # one chunk: others merge it
+            to = (slot * shape.num_heads + head) * part_size
+            for i in range(part_size):
+                scratch.parts[to + i] = local[part + i]
+
+
+@compiled
+def _attend_jobs(
+    progress: Array, phase: int, layer: int, shape: Shape, batch: Batch, scratch: Scratch,
+    kv: Array, thread: int,
+) -> None:  # fmt: skip
+    num_jobs = len(batch.jobs)
+    num_units = num_jobs * shape.num_kv_heads
+    unit = _draw(progress, phase)
+    while unit < num_units:
+        # All jobs of one head one after the other: their keys are in the cache then.
+        _attend(unit % num_jobs, unit // num_jobs, layer, shape, batch, scratch, kv, thread)
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_units)
+
+
+@compiled
+def _merge_rows(
+    progress: Array, phase: int, shape: Shape, batch: Batch, scratch: Scratch, thread: int
+) -> None:
+    head_dim = shape.head_dim
+    part_size = head_dim + 2
+    total = thread * scratch.local.shape[1]
+    local = scratch.local.reshape(-1)
+    num_units = len(batch.merges)
+    unit = _draw(progress, phase)
+    while unit < num_units:
+        row, first_slot, num_slots = batch.merges[unit]
+        for head in range(shape.num_heads):
+            _clear(local, total, head_dim)
+            for slot in range(first_slot, first_slot + num_slots):
+                part = (slot * shape.num_heads + head) * part_size
+                _merge(local, total, scratch.parts, part, head_dim)
+            to = (row * shape.num_heads + head) * head_dim
+            _finish(local, total, scratch.attended, to, head_dim)
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_units)
+
+
+# --- The step -------------------------------------------------------------------------------------
+
+
+@entry_point
+def step(
+    thread: int, shape: Shape, weights: Weights, batch: Batch, scratch: Scratch, kv: Array
+) -> None:
+    """Run one forward pass, together with all threads that call this with the same arguments.
+
+    Args:
+        thread: which of the parts of ``scratch.local`` is this thread's.
+        shape: of the network.
+        weights: of the network.
+        batch: what is to be computed; the blocks of its sequences have room for it.
+        scratch: ``progress`` is new zeros for each step; the rest may hold anything.
+        kv: ``(blocks, layers, 2, kv_heads, 16 * head_dim)``, flat: float32, or bfloat16 as uint16.
+    """
+    progress, hidden = scratch.progress, scratch.hidden
+    rows, width = len(batch.token_ids), shape.hidden
+    attended = shape.num_heads * shape.head_dim
+    qkv = attended + 2 * shape.num_kv_heads * shape.head_dim
+    line, threads = shape.linear_line, len(scratch.local)
+    _embed(progress, 0, weights, batch, hidden, width)
+    phase = 1
+    for layer in range(shape.num_layers):
+        at_qkv, at_o, at_gate, at_down = weights.starts[layer]
+        gain = 2 * layer * width
+        _norm_rows(
+            progress, phase, hidden, weights.norms, gain, scratch.normed, width, rows,
+            shape.epsilon,
+        )  # fmt: skip
+        _linear(
+            progress, phase + 1, weights.linear, at_qkv, line,
+            scratch.normed, width, scratch.qkv, qkv, rows, False, threads,
+        )  # fmt: skip
+        _place_rows(progress, phase + 2, layer, shape, weights, batch, scratch.qkv, kv)
+        _attend_jobs(progress, phase + 3, layer, shape, batch, scratch, kv, thread)
+        _merge_rows(progress, phase + 4, shape, batch, scratch, thread)
+        _linear(
+            progress, phase + 5, weights.linear, at_o, line,
+            scratch.attended, attended, hidden, width, rows, True, threads,
+        )  # fmt: skip
+        _norm_rows(
+            progress, phase + 6, hidden, weights.norms, gain + width, scratch.normed, width, rows,
+            shape.epsilon,
+        )  # fmt: skip
+        mine = thread * scratch.local.shape[1]
+        _gate(
+            progress, phase + 7, weights.linear, at_gate, line, scratch.normed, width,
+            scratch.gated, shape.intermediate, rows, scratch.local.reshape(-1), mine,
+            threads,
+        )  # fmt: skip
+        _linear(
+            progress, phase + 8, weights.linear, at_down, line,
+            scratch.gated, shape.intermediate, hidden, width, rows, True, threads,
+        )  # fmt: skip
+        phase += 9
+    num_wanted = len(batch.wanted)
+    unit = _draw(progress, phase)
+    while unit < num_wanted:
+        first, gain = batch.wanted[unit] * width, 2 * shape.num_layers * width
+        _norm(hidden, first, weights.norms, gain, scratch.last, unit * width, width, shape.epsilon)
+        _done(progress, phase)
+        unit = _draw(progress, phase)
+    _wait(progress, phase, num_wanted)
+    _linear(
+        progress, phase + 1, weights.head, 0, shape.head_line,
+        scratch.last, width, scratch.logits, shape.vocab, num_wanted, False, threads,
+    )  # fmt: skip

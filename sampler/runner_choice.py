@@ -1,0 +1,151 @@
+"""Which way of running a model is taken, in which format, and in how much memory.
+
+Our own forward pass covers one family of networks (``decoder_weights``): on processors it is
+compiled (``cpu_decoder``), elsewhere made of torch's operations (``torch_decoder``). Any other
+model runs through its own class (``model_runner``).
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import psutil
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from sampler import cpu_decoder
+from sampler.cache_pool import BlockPool
+from sampler.cpu_decoder import CPUDecoder
+from sampler.decoder_weights import DecoderWeights, decoder_weights
+from sampler.kv_cache import KVShape, PagedStorage
+from sampler.model_runner import GenericRunner, ModelRunner
+from sampler.torch_decoder import TorchDecoder
+
+DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MEMORY_SHARE = 0.5
+"""Of the memory that is free once the model is loaded, for keys and values."""
+_MAX_DEFAULT_THREADS = 8
+"""Beyond it, a step of a model that suits a processor is too short to be shared."""
+
+
+class RunnerChoiceError(ValueError):
+    """What was asked for cannot be had with this model or device; the message says why."""
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How a model is to be run."""
+
+    dtype: str = "auto"
+    """One of ``DTYPES``. ``auto``: bfloat16 on CUDA; on a processor 4 bits where the weights were
+    published in them and 8 otherwise, for the models that are compiled; float32 for the rest."""
+    is_exact: bool = False
+    """Whether no token may depend on who else is served: float32, and no pass that is shared unless
+    sharing it changes no bit."""
+    kv_memory: int | None = None
+    """Bytes for keys and values; None for half of what is free."""
+    num_threads: int | None = None
+    """That compute, on a processor; None for one on each core, up to eight."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise RunnerChoiceError(f"expected a dtype of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.is_exact and self.dtype not in ("auto", "float32"):
+            raise RunnerChoiceError(f"the exact mode computes in float32, not in {self.dtype}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise RunnerChoiceError(f"expected at least one thread, not {self.num_threads}")
+
+    @property
+    def threads(self) -> int:
+        """How many threads compute, on a processor."""
+        if self.num_threads is not None:
+            return self.num_threads
+        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+        return min(cores, _num_usable_cores(), _MAX_DEFAULT_THREADS)
+
+    def kv_memory_on(self, device: torch.device) -> int:
+        """Return how many bytes there are for keys and values, now that the model is loaded."""
+        if self.kv_memory is not None:
+            return self.kv_memory
+        return int(_MEMORY_SHARE * free_memory(device))
+
+    def loading_dtype(self, device: torch.device) -> torch.dtype:
+        """Return what the weights are to be loaded in."""
+        if self.dtype in _TORCH_DTYPES:
+            return _TORCH_DTYPES[self.dtype]
+        is_fast = self.dtype == "auto" and device.type == "cuda" and not self.is_exact
+        return torch.bfloat16 if is_fast else torch.float32
+
+
+def _num_usable_cores() -> int:
+    """Return on how many cores this process may run, which in a container may be few."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose_runner(model: PreTrainedModel, options: RunnerOptions) -> ModelRunner:
+    """Return what runs ``model``, which is where it is to be, in ``options.loading_dtype``.
+
+    Raises:
+        RunnerChoiceError: the format is not one that this model can be run in, or the memory for
+            keys and values does not hold a single block.
+    """
+    weights = decoder_weights(model)
+    if weights is not None and cpu_decoder.covers(weights):
+        return _compiled(weights, options)
+    if options.dtype not in ("auto", *_TORCH_DTYPES):
+        raise RunnerChoiceError(
+            f"{options.dtype} is for models on a processor that are compiled; this one is not"
+        )
+    if weights is None:
+        pool = BlockPool(_num_blocks(_block_bytes(model), options, model.device))
+        return GenericRunner(model, pool=pool, is_exact=options.is_exact)
+    storage = _storage(weights, weights.dtype, options)
+    return TorchDecoder(weights, storage, is_exact=options.is_exact)
+
+
+def _compiled(weights: DecoderWeights, options: RunnerOptions) -> CPUDecoder:
+    form = options.dtype
+    if form == "auto":
+        is_exact = options.is_exact
+        form = "float32" if is_exact else cpu_decoder.nearest_lossless_format(weights)
+    kv_dtype = torch.float32 if form == "float32" else torch.bfloat16
+    storage = _storage(weights, kv_dtype, options)
+    runner = CPUDecoder(weights, storage, weight_format=form, num_threads=options.threads)
+    runner.warm_up()
+    return runner
+
+
+def _storage(weights: DecoderWeights, dtype: torch.dtype, options: RunnerOptions) -> PagedStorage:
+    shape = KVShape(weights.shape.num_layers, weights.shape.num_kv_heads, weights.shape.head_dim)
+    num_blocks = _num_blocks(shape.block_bytes(dtype), options, weights.device)
+    return PagedStorage(BlockPool(num_blocks), shape, dtype, weights.device)
+
+
+def _block_bytes(model: PreTrainedModel) -> int:
+    """Return what a block of the model's own cache takes, as far as its configuration tells."""
+    config: PreTrainedConfig = model.config.get_text_config()
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return KVShape(config.num_hidden_layers, kv_heads, head_dim).block_bytes(model.dtype)
+
+
+def _num_blocks(block_bytes: int, options: RunnerOptions, device: torch.device) -> int:
+    memory = options.kv_memory_on(device)
+    if memory < block_bytes:
+        raise RunnerChoiceError(
+            f"{memory} bytes do not hold a single block of keys and values, which is {block_bytes}"
+        )
+    return memory // block_bytes
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes are free where the keys and values of ``device`` are kept."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,91 @@
+"""Tiny models that the compiled kernels cover, and what their packed weights stand for."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from sampler.cache_pool import BlockPool
+from sampler.cpu_decoder import CPUDecoder, line_size, pack
+from sampler.cpu_kernels import TILE
+from sampler.decoder_weights import DecoderWeights
+from sampler.kv_cache import KVShape, PagedStorage
+from sampler.simd import GROUP
+from tests.sampler.decoders import DECODERS
+from tests.sampler.families import family
+
+
+def covered_model(name: str = "Llama", **options: Any) -> PreTrainedModel:
+    """Return a model whose dimensions are whole tiles, with random norms and biases."""
+    kind, usual = DECODERS[name]
+    covered = {"head_dim": 32, "max_position_embeddings": 1024}
+    model = family(kind, {**usual, **covered, **options})
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() == 1:
+                weights.add_(0.5 * torch.randn(weights.shape, generator=generator))
+    return model
+
+
+def new_storage(weights: DecoderWeights, dtype: torch.dtype, num_blocks: int = 512) -> PagedStorage:
+    """Return blocks that hold nothing but NaN."""
+    network = weights.shape
+    shape = KVShape(network.num_layers, network.num_kv_heads, network.head_dim)
+    storage = PagedStorage(BlockPool(num_blocks), shape, dtype)
+    storage.tensor.fill_(torch.nan)
+    return storage
+
+
+def new_decoder(
+    weights: DecoderWeights, form: str = "float32", num_blocks: int = 512, num_threads: int = 1
+) -> CPUDecoder:
+    """Return a decoder with keys and values as ``choose_runner`` keeps them."""
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    storage = new_storage(weights, dtype, num_blocks)
+    return CPUDecoder(weights, storage, weight_format=form, num_threads=num_threads)
+
+
+def quantise(weights: DecoderWeights, form: str) -> None:
+    """Let all matrices, those of the model too, be what is kept of them in ``form``."""
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            matrix.copy_(kept(matrix, form))
+    assert weights.head is not weights.embed, "an embedding is kept as it is"
+    padding = torch.zeros(-len(weights.head) % TILE, weights.head.shape[1])
+    padded = torch.cat([weights.head.float(), padding])
+    head_form = "int8" if form == "int4" else form
+    weights.head.copy_(kept(padded, head_form)[: len(weights.head)])
+
+
+def kept(matrix: torch.Tensor, form: str) -> torch.Tensor:
+    """Return what ``matrix`` is once packed, in float32."""
+    return torch.from_numpy(unpacked(pack(matrix, form), form, matrix.shape[1])).float()
+
+
+def unpacked(packed: NDArray[Any], form: str, num_in: int) -> NDArray[np.float64]:
+    """Return ``(out, in)`` read from tiles as their layout is described."""
+    tiles = packed.reshape(-1, num_in * line_size(form))
+    match form:
+        case "float32":
+            columns = tiles.astype(np.float64)
+        case "bfloat16":
+            columns = torch.from_numpy(tiles).view(torch.bfloat16).double().numpy()
+        case _:
+            groups = tiles.view(np.uint8).reshape(-1, GROUP * line_size(form))
+            columns = np.stack([_group(group, form) for group in groups])
+    return columns.reshape(-1, num_in, TILE).swapaxes(1, 2).reshape(-1, num_in)
+
+
+def _group(group: NDArray[np.uint8], form: str) -> NDArray[np.float64]:
+    """Return the ``(32 lines, 32 columns)`` of one group."""
+    scales = group[:64].view(np.float16).astype(np.float64)
+    if form == "int8":
+        return group[64:].view(np.int8).reshape(GROUP, TILE) * scales
+    minima = group[64:128].view(np.float16).astype(np.float64)
+    pairs = group[128:].reshape(GROUP // 2, TILE)
+    lines = np.empty((GROUP, TILE))
+    lines[0::2], lines[1::2] = pairs & 15, pairs >> 4
+    return lines * scales + minima

@@ -1,0 +1,400 @@
+"""Vectors and the matrix product, each called from a small kernel of its own.
+
+These are compiled anew each time: numba's cache would not notice that ``simd`` has changed.
+"""
+
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from sampler import simd
+from sampler.cpu_decoder import FORMATS, line_size, pack
+from sampler.cpu_kernels import TILE
+from sampler.simd import GROUP, LANES, MAX_TILE_ROWS
+from tests.sampler.cpu_decoders import unpacked
+
+Floats = NDArray[np.float32]
+
+
+def random_floats(*shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def as_bfloat16(values: Floats) -> NDArray[np.uint16]:
+    """Return the bits, as torch rounds them."""
+    return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+
+
+# --- Vectors -------------------------------------------------------------------------------------
+
+
+@njit
+def copied(source: Any, start: int, target: Any, to: int) -> None:
+    simd.store(target, to, simd.load(source, start))
+
+
+@njit
+def elementwise(a: Any, b: Any, c: Any, results: Any) -> None:
+    x, y, z = simd.load(a, 0), simd.load(b, 0), simd.load(c, 0)
+    simd.store(results, 0, simd.add(x, y))
+    simd.store(results, 16, simd.subtract(x, y))
+    simd.store(results, 32, simd.multiply(x, y))
+    simd.store(results, 48, simd.divide(x, y))
+    simd.store(results, 64, simd.maximum(x, y))
+    simd.store(results, 80, simd.fused_multiply_add(x, y, z))
+    simd.store(results, 96, simd.splat(a[3]))
+
+
+@njit
+def lanes_sum(values: Any) -> Any:
+    return simd.lane_sum(simd.load(values, 0))
+
+
+@njit
+def lanes_max(values: Any) -> Any:
+    return simd.lane_max(simd.load(values, 0))
+
+
+@njit
+def exp_of(values: Any, results: Any) -> None:
+    for i in range(0, len(values), LANES):
+        simd.store(results, i, simd.exp(simd.load(values, i)))
+
+
+@njit
+def stored(values: Any, target: Any) -> None:
+    for i in range(len(values)):
+        simd.store_element(target, i, values[i])
+
+
+def exp(*values: float) -> Floats:
+    """Return the powers of ``values``, of which there may be any number."""
+    padded = np.zeros(-(-len(values) // LANES) * LANES, np.float32)
+    padded[: len(values)] = values
+    results = np.empty_like(padded)
+    exp_of(padded, results)
+    return results[: len(values)]
+
+
+@pytest.mark.parametrize(("start", "to"), [(0, 0), (1, 3), (7, 13)])
+def test_vectors_lie_at_any_index(start: int, to: int) -> None:
+    source, target = random_floats(40), np.zeros(40, np.float32)
+
+    copied(source, start, target, to)
+
+    assert (target[to : to + LANES] == source[start : start + LANES]).all()
+    assert np.count_nonzero(target) == LANES, "and nothing beside them is touched"
+
+
+def test_bfloat16_is_read_as_the_floats_that_it_is() -> None:
+    bits = as_bfloat16(random_floats(40))
+    target = np.zeros(LANES, np.float32)
+
+    copied(bits, 5, target, 0)
+
+    expected = torch.from_numpy(bits).view(torch.bfloat16)[5 : 5 + LANES].float()
+    assert torch.from_numpy(target).equal(expected)
+
+
+def test_lanes_are_computed_each_by_itself() -> None:
+    a, b, c = (random_floats(LANES, seed=seed) for seed in range(3))
+    results = np.empty(7 * LANES, np.float32)
+
+    elementwise(a, b, c, results)
+
+    fused = (a.astype(np.float64) * b + c).astype(np.float32)
+    splat = np.full(LANES, a[3])
+    expected = np.stack([a + b, a - b, a * b, a / b, np.maximum(a, b), fused, splat])
+    assert (results.reshape(7, LANES) == expected).all()
+
+
+def test_the_sum_of_lanes_is_that_of_halves() -> None:
+    values = random_floats(LANES)
+
+    folded = values
+    while len(folded) > 1:
+        folded = folded[: len(folded) // 2] + folded[len(folded) // 2 :]
+    assert lanes_sum(values) == folded[0]
+
+
+@pytest.mark.parametrize("greatest", range(LANES))
+def test_the_greatest_lane_is_found_wherever_it_is(greatest: int) -> None:
+    values = -np.abs(random_floats(LANES))
+    values[greatest] = 1.0
+    values[(greatest + 1) % LANES] = -np.inf
+
+    assert lanes_max(values) == 1.0
+
+
+def test_minus_infinity_in_all_lanes_is_the_greatest() -> None:
+    assert lanes_max(np.full(LANES, -np.inf, np.float32)) == -np.inf
+
+
+# --- Powers --------------------------------------------------------------------------------------
+
+
+def test_powers_are_exact_to_two_units_in_the_last_place() -> None:
+    generator = np.random.default_rng(0)
+    wide = generator.uniform(-87, 88, 100_000)
+    near = generator.uniform(-1, 1, 50_000)
+    values = np.concatenate([wide, near]).astype(np.float32)
+
+    expected = np.exp(values.astype(np.float64))
+
+    units = np.abs(exp(*values) - expected) / np.spacing(expected.astype(np.float32))
+    assert units.max() < 2
+
+
+def test_the_power_of_nothing_is_one() -> None:
+    # What is merged with nothing stays as it is, to the bit.
+    assert exp(0.0, -0.0).tolist() == [1.0, 1.0]
+
+
+def test_powers_stay_finite_and_above_zero() -> None:
+    least, greatest = exp(-87.0, 88.0)
+
+    assert exp(-np.inf, -1e30, -87.1, 88.1, 1e30, np.inf).tolist() == [
+        *[least] * 3,
+        *[greatest] * 3,
+    ]
+    assert least == pytest.approx(np.exp(-87.0), rel=1e-6)
+    assert greatest == pytest.approx(np.exp(88.0), rel=1e-6)
+
+
+# --- bfloat16 ------------------------------------------------------------------------------------
+
+
+def test_a_float_is_stored_as_it_is() -> None:
+    values, target = random_floats(5), np.zeros(5, np.float32)
+
+    stored(values, target)
+
+    assert (target == values).all()
+
+
+def test_bfloat16_is_rounded_to_the_nearest_even() -> None:
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, -1 - 3 * 2**-8]
+    beside = [
+        float(np.nextafter(np.float32(tie), np.float32(side))) for tie in ties for side in (-9, 9)
+    ]
+    extremes = [0.0, -0.0, 3.4028235e38, -3.4028235e38, 1e-40, np.inf, -np.inf]
+    values = np.array([*ties, *beside, *extremes, *random_floats(1000)], np.float32)
+    target = np.zeros(len(values), np.uint16)
+
+    stored(values, target)
+
+    assert (target == as_bfloat16(values)).all()
+    as_floats = torch.from_numpy(target).view(torch.bfloat16).float()
+    assert as_floats[:4].tolist() == [1.0, 1 + 2**-6, -1.0, -1 - 2**-6]
+
+
+# --- The matrix product --------------------------------------------------------------------------
+
+
+def _products_of(accumulates: bool) -> Any:
+    """Return a kernel that multiplies with 1 row, with 2, and so on up to 8."""
+
+    @njit
+    def products(weights: Any, at: int, line: int, inputs: Any, length: int, outputs: Any) -> None:
+        # Each is (rows, 40), of which the first three columns and the last five are not its own.
+        first, stride, step = 2, length + 3, 40
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 3, step, 1, 2, accumulates, True,
+        )  # fmt: skip
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 8 * step + 3, step, 2, 2, accumulates, True,
+        )  # fmt: skip
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 16 * step + 3, step, 3, 2, accumulates, True,
+        )  # fmt: skip
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 24 * step + 3, step, 4, 2, accumulates, True,
+        )  # fmt: skip
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 32 * step + 3, step, 5, 2, accumulates, True,
+        )  # fmt: skip
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 40 * step + 3, step, 6, 2, accumulates, True,
+        )  # fmt: skip
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 48 * step + 3, step, 7, 2, accumulates, True,
+        )  # fmt: skip
+        simd.multiply_tile(
+            weights, at, line, inputs, first, stride, length,
+            outputs, 56 * step + 3, step, 8, 2, accumulates, True,
+        )  # fmt: skip
+
+    return products
+
+
+products = _products_of(False)
+products_added = _products_of(True)
+
+
+@njit
+def narrow_product(weights: Any, line: int, inputs: Any, length: int, outputs: Any) -> None:
+    """One vector of columns of a matrix whose lines are longer."""
+    simd.multiply_tile(
+        weights, 0, line, inputs, 0, length, length, outputs, 0, LANES, 3, 1, False, False
+    )
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_packed_weights_are_as_near_as_their_format_allows(form: str) -> None:
+    matrix = random_floats(3 * TILE, 4 * GROUP)
+
+    values = unpacked(pack(torch.from_numpy(matrix), form), form, 4 * GROUP)
+
+    groups = matrix.reshape(len(matrix), -1, GROUP)
+    step = {
+        "float32": 0.0,
+        "bfloat16": np.abs(groups) * 2.0**-7,
+        "int8": np.abs(groups).max(2, keepdims=True) / 127,
+        "int4": (groups.max(2, keepdims=True) - groups.min(2, keepdims=True)) / 15,
+    }[form]
+    # Half a step, and what rounding scales and minima to float16 moves.
+    limit = np.broadcast_to(
+        np.asarray(step) / 2 * 1.02 + (2e-3 if form == "int4" else 0), groups.shape
+    )
+    assert (np.abs(values.reshape(groups.shape) - groups) <= limit).all()
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("value", [0.0, 0.75, -0.75, 1e-9])
+def test_groups_of_equal_weights_are_kept(form: str, value: float) -> None:
+    matrix = torch.full((TILE, 2 * GROUP), value)
+
+    values = unpacked(pack(matrix, form), form, 2 * GROUP)
+
+    assert np.abs(values - value).max() < 1e-3 * abs(value) + 1e-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("adds", [False, True])
+def test_products_are_those_of_the_weights_whatever_the_number_of_rows(
+    form: str, adds: bool
+) -> None:
+    length = 5 * GROUP
+    packed = pack(torch.from_numpy(random_floats(2 * TILE, length)), form)
+    second = unpacked(packed, form, length)[TILE:].T  # (length, 32)
+    line = line_size(form)
+    inputs = random_floats(8 * (length + 3) + 2, seed=1)
+    rows = inputs[2:].reshape(8, length + 3)[:, :length].astype(np.float64)
+    outputs = random_floats(8 * 8, 40, seed=2)
+    before = outputs.copy()
+
+    kernel = products_added if adds else products
+    kernel(packed, length * line, line, inputs, length, outputs.reshape(-1))
+
+    expected = before.reshape(8, 8, 40)[:, :, 3:35] * adds + rows @ second
+    results, untouched = outputs.reshape(8, 8, 40), before.reshape(8, 8, 40)
+    for num_rows in range(1, MAX_TILE_ROWS + 1):
+        mine = results[num_rows - 1, :num_rows, 3:35]
+        assert np.abs(mine - expected[num_rows - 1, :num_rows]).max() < 2e-5
+        beside = np.ones((8, 40), bool)
+        beside[:num_rows, 3:35] = False
+        assert (results[num_rows - 1][beside] == untouched[num_rows - 1][beside]).all()
+    if not adds:
+        alone = results[-1]
+        for num_rows in range(1, MAX_TILE_ROWS):
+            mine = results[num_rows - 1, :num_rows]
+            assert (mine[:, 3:35] == alone[:num_rows, 3:35]).all(), "to the bit"
+
+
+def test_a_tile_may_be_one_vector_wide_and_its_lines_longer() -> None:
+    weights, inputs = random_floats(7, 40), random_floats(3, 7, seed=1)
+    outputs = np.empty((3, LANES), np.float32)
+
+    narrow_product(weights.reshape(-1), 40, inputs.reshape(-1), 7, outputs.reshape(-1))
+
+    assert np.abs(outputs - inputs.astype(np.float64) @ weights[:, :LANES]).max() < 1e-5
+
+
+def test_sums_begin_with_the_first_element_and_go_on_to_the_last() -> None:
+    # In any other order, or in several sums, more or less than the one is left.
+    inputs = np.array([[1.0, 1e8, -1e8, 1.0], [1e8, -1e8, 1.0, 0.0], [0.0, 1e8, -1e8, 1.0]])
+    outputs = np.empty((3, LANES), np.float32)
+    ones = np.ones(4 * LANES, np.float32)
+
+    narrow_product(ones, LANES, inputs.astype(np.float32).reshape(-1), 4, outputs.reshape(-1))
+
+    assert (outputs == 1.0).all()
+
+
+# --- Compiling -----------------------------------------------------------------------------------
+
+
+def test_where_machine_code_cannot_be_kept_it_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_directory = tmp_path / "file"
+    no_directory.touch()
+    monkeypatch.setenv("SUSPENDED_SAMPLING_CACHE", str(no_directory))
+    # What is not in a file of its own has no other place that Numba could think of.
+    namespace: dict[str, Any] = {}
+    exec("def double(number):\n    return 2 * number", namespace)
+
+    assert simd.entry_point(namespace["double"])(21) == 42
+
+
+# --- Threads -------------------------------------------------------------------------------------
+
+
+@njit(nogil=True)
+def draw(counter: Any, drawn: Any, times: int) -> None:
+    for _ in range(times):
+        drawn[simd.fetch_add(counter, 1, 1)] += 1
+
+
+@njit(nogil=True)
+def wait_until(counter: Any, value: int) -> Any:
+    while simd.load_shared(counter, 0) < value:
+        simd.yield_thread()
+    return simd.load_shared(counter, 0)
+
+
+@njit(nogil=True)
+def add_to(counter: Any, amount: int) -> Any:
+    return simd.fetch_add(counter, 0, amount)
+
+
+@pytest.mark.slow
+def test_threads_never_draw_the_same_ticket() -> None:
+    counter, drawn = np.zeros(3, np.int64), np.zeros(400_000, np.int8)
+    draw(counter, drawn, 0)  # compiled before there are threads
+
+    threads = [Thread(target=draw, args=(counter, drawn, 100_000)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert counter.tolist() == [0, 400_000, 0]
+    assert (drawn == 1).all()
+
+
+def test_a_thread_sees_what_another_has_added() -> None:
+    counter = np.zeros(1, np.int64)
+    add_to(counter, 0)
+    seen: list[int] = []
+    waiting = Thread(target=lambda: seen.append(wait_until(counter, 5)))
+    waiting.start()
+
+    before = add_to(counter, 7)
+    waiting.join()
+
+    assert (before, seen) == (0, [7])
