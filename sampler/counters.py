@@ -17,6 +17,22 @@ class Counters:
     """Those of them that had been through it before, for the same run."""
     tokens_sampled: int = 0
     forward_passes: int = 0
+    """Times the model was run; sequences that share a pass count once."""
+    steps: int = 0
+    """Steps of the model thread, each of which takes all runs on that are to go on: in one pass
+    where the model can."""
+    swaps_out: int = 0
+    """Caches that were written to a file."""
+    swaps_in: int = 0
+    """Caches that were read back."""
+    tokens_swapped: int = 0
+    """Positions that were swapped out."""
+    discards: int = 0
+    """Caches of suspended runs that were given up, to be computed again."""
+    kept_discards: int = 0
+    """Caches that were kept for others to start from, and were given up."""
+    preemptions: int = 0
+    """Caches of runs that were being sampled that were given up, to be computed again."""
     template_renders: int = 0
     """Times a conversation was laid out as turns."""
     encodes: int = 0

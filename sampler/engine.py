@@ -1,56 +1,74 @@
-"""The asyncio sampling loop and the one thread that owns the model.
+"""The asyncio sampling loop: one coroutine per run, from its first token to its last.
 
-A run is one coroutine from its first token to its last. It samples until the model ends its turn.
-If the turn made tool calls, the run is suspended and the loop awaits their outputs like any other
-callee: who runs the tools, the server or a client at the other end of a WebSocket, is the business
-of the ``ToolCaller`` it was given. When they come, the suffix they make goes on top of the cache.
+It samples until the model ends its turn. If the turn made tool calls, the run is suspended and the
+loop awaits their outputs like any other callee: who runs the tools, the server or a client at the
+other end of a WebSocket, is the business of the ``ToolCaller`` it was given. When they come, the
+suffix they make goes on top of the cache.
 
-All model work runs on one thread, step by step, so runs interleave at steps: a long prefill is cut
-into chunks, and delays the others by one chunk at most. Steps of one run never overlap.
+Who owns what:
+
+*   The event loop: the runs, their token logs and states, and the text that their tokens become
+    (``turn_reader``). Of all caches, and who may start from them, it knows by weak reference.
+*   The model thread (``executor``): the model, and the job of each run that is being sampled.
+*   The text thread: rendering, encoding and grammars, which take milliseconds.
+
+A segment goes through all three: its grammar is compiled, its job handed over, and its tokens come
+back through a channel, a few at once where the model is faster than the event loop.
 """
 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import contextmanager
 from dataclasses import dataclass
-from traceback import clear_frames
-from typing import ParamSpec, TypeVar, assert_never
+from itertools import count
+from pathlib import Path
+from typing import assert_never
 from weakref import WeakKeyDictionary, WeakSet
-
-from torch import Tensor
 
 from protocol.client_events import TextFormat
 from protocol.items import InputItem
 from protocol.tools import CallableTool
+from sampler.cache_pool import BLOCK_SIZE
 from sampler.conversation import Conversation
 from sampler.detokenizer import Detokenizer
+from sampler.engine_error import EngineError as EngineError
+from sampler.engine_error import failure_of
+from sampler.executor import Executor, Pace
 from sampler.grammar import GrammarCompiler
+from sampler.job import Decoding, Filling, Sharing
 from sampler.kv_cache import KVCache
-from sampler.matcher import Matcher
 from sampler.model_loading import LoadedModel
-from sampler.outputs import Output, ReasoningDone, SegmentEnded, SegmentStarted
+from sampler.outputs import Output, SegmentEnded, SegmentStarted
 from sampler.params import Constraint, SamplingParams
+from sampler.parked_caches import ParkedCaches
 from sampler.prompt import Prompt, encode, encode_beginning, fit
 from sampler.run import Origin, Run, RunEvent, Segment, StopReason
-from sampler.sampled_turn import SampledTurn, TurnOutput
-from sampler.sampling import Sampled, sample
-from sampler.snapshot import Snapshot
+from sampler.sampled_turn import SampledTurn
+from sampler.scheduler import Limits
+from sampler.snapshot import Snapshot, Sources
+from sampler.stepper import MemoryUse, Stepper
 from sampler.suspension import Suspension
+from sampler.suspension_policy import Mode, SuspensionPolicy
+from sampler.token_channel import TokenChannel
+from sampler.turn_reader import TurnReader
 from sampler.worker_thread import WorkerThread
 
 logger = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 PATIENCE_SECONDS = 0.1
 """How long a run wants the model while its consumer does not come back for the next output."""
 
-
-class EngineError(RuntimeError):
-    """The engine failed to do its part; the run it hit is over, other runs go on."""
+WINDOW = 8
+"""How many tokens the model may be ahead of a run's consumer, if its caches can be cut back."""
 
 
 class ContextLengthExceededError(ValueError):
@@ -76,48 +94,70 @@ ToolCaller = Callable[[Suspension], Awaitable[Resumption | None]]
 """Waits until someone has made a suspended run's calls; None where there will be no outputs."""
 
 
+@dataclass(frozen=True)
+class _Beginning:
+    """What a run that was opened can start from."""
+
+    snapshot: Snapshot | None
+    sharing: Sharing | None
+
+
 def _closest(token_ids: tuple[int, ...], snapshots: Iterable[Snapshot]) -> Snapshot | None:
     """Return that of ``snapshots`` which shares most with ``token_ids``, if there are any."""
     return max(snapshots, key=lambda snapshot: snapshot.num_shared(token_ids), default=None)
-
-
-def _share(start: Snapshot, snapshot: Snapshot) -> None:
-    """Model thread: let the cache of ``snapshot`` begin with what ``start`` holds of it."""
-    num_shared = start.num_shared(snapshot.token_ids)
-    if num_shared > snapshot.cache.num_tokens and (forked := start.cache.fork(num_shared)):
-        snapshot.cache.become(forked)
 
 
 class Engine:
     """Samples runs on one model."""
 
     def __init__(
-        self, model: LoadedModel, *, max_forced_string: int = 64, prefill_chunk: int = 512
+        self,
+        model: LoadedModel,
+        *,
+        max_forced_string: int = 64,
+        prefill_chunk: int | None = None,
+        max_rows: int = 64,
+        suspend_policy: Mode = Mode.AUTO,
+        swap_directory: Path | None = None,
+        swap_bytes: int | None = None,
+        reuse_prefixes: bool = True,
+        gathering_seconds: float = 0.002,
     ) -> None:
         """Sample with ``model``.
 
         Args:
             model: what to run.
             max_forced_string: see ``GrammarCompiler``.
-            prefill_chunk: the most tokens one step prefills.
+            prefill_chunk: the most tokens of prompts in one step; None for what suits the runner.
+            max_rows: the most runs that sample in one step; others wait for the next one.
+            suspend_policy: what becomes of the caches of suspended runs.
+            swap_directory: where they are swapped out to; by default a temporary one.
+            swap_bytes: the most that is swapped out.
+            reuse_prefixes: whether prompts that begin alike are computed once.
+            gathering_seconds: how long runs whose tokens are sampled one at a time wait for one
+                another, so that they share steps.
         """
         self.model = model
         self.counters = model.runner.counters
+        prefill_chunk = prefill_chunk or model.runner.prefill_chunk
+        policy = SuspensionPolicy(suspend_policy, prefill_chunk)
+        parked = ParkedCaches(policy, self.counters, swap_directory, swap_bytes)
+        limits = Limits(prefill_chunk, max_rows, token_budget=prefill_chunk)
+        stepper = Stepper(model.runner, limits, policy, parked, PATIENCE_SECONDS)
+        pace = Pace(PATIENCE_SECONDS, gathering_seconds)
+        window = WINDOW if model.runner.runs_ahead else 1
+        self._executor = Executor(stepper, policy, parked, pace, window)
+        self.max_context = min(model.runner.max_context, self.memory.num_blocks * BLOCK_SIZE)
+        """The most tokens of a run: what the model was made for, and what there is memory for."""
+        self._reuse_prefixes = reuse_prefixes
         self._grammars = GrammarCompiler(model.tokenizer, max_forced_string)
-        self._prefill_chunk = prefill_chunk
-        # A run that comes while one is being filled waits for it.
-        self._warm_up_chunk = min(prefill_chunk, 64)
         self._opened: WeakSet[Run] = WeakSet()
+        self._beginnings: WeakKeyDictionary[Run, _Beginning] = WeakKeyDictionary()
+        self._orders = count()
         self._caches: WeakSet[KVCache] = WeakSet()
         # Nothing else holds a run's cache for long: what an exception's traceback holds would live
         # on after the run.
-        self._cache_of: WeakKeyDictionary[Run, KVCache] = WeakKeyDictionary()
-        self._start_of: WeakKeyDictionary[Run, Snapshot] = WeakKeyDictionary()
-        self._active: set[Run] = set()  # those that want the model now
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-        self._warm_up_turn = asyncio.Lock()
-        self._model_thread = WorkerThread("model")
+        self._decodings: dict[Run, Decoding] = {}
         # Rendering, encoding and compiling grammars take milliseconds that the event loop must not
         # wait for. One thread, so that their counts are exact.
         self._text_thread = WorkerThread("text")
@@ -132,9 +172,18 @@ class Engine:
         """Positions held in all caches; what several caches share counts for each."""
         return sum(cache.num_tokens for cache in self._caches)
 
+    @property
+    def memory(self) -> MemoryUse:
+        """What the blocks of the cache pool were used for a moment ago."""
+        return self._executor.memory
+
+    async def measure_memory(self) -> MemoryUse:
+        """Return what they are used for, after the step in flight."""
+        return await self._executor.measure_memory()
+
     def close(self) -> None:
         """Stop the threads, after the step in flight. Runs must be over."""
-        self._model_thread.close()
+        self._executor.shut_down()
         self._text_thread.close()
 
     # --- Text -------------------------------------------------------------------------------------
@@ -189,7 +238,7 @@ class Engine:
 
         Raises: as ``encode`` does, if even the last turn is too long.
         """
-        limit = self.model.runner.max_context - room
+        limit = self.max_context - room
         prompt = await self._text_thread.run(
             fit, self.model.chat_format, conversation, limit, known, coda
         )
@@ -236,7 +285,7 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         constraint: Constraint,
-        snapshots: Iterable[Snapshot] = (),
+        sources: Sources = Sources(),  # noqa: B008 - frozen
     ) -> Run:
         """Return a queued run; ``sample`` does the rest.
 
@@ -245,8 +294,7 @@ class Engine:
             prompt_ids: what it starts from.
             params: how it is sampled.
             constraint: what its first segment may be.
-            snapshots: of these, the one that shares most with the prompt is started from. It is
-                held until the run begins.
+            sources: what it starts from; held until the run begins.
 
         Raises:
             ContextLengthExceededError: the prompt leaves no room for a single token.
@@ -256,79 +304,11 @@ class Engine:
         self._opened.add(run)
         run.tokens.append(prompt_ids, Origin.PROMPT)
         run.segments.append(Segment(len(prompt_ids), 0, requested_at=time.monotonic()))
-        if start := _closest(run.tokens.ids, snapshots):
-            self._start_of[run] = start
+        self._beginnings[run] = _Beginning(
+            _closest(run.tokens.ids, sources.snapshots),
+            Sharing(sources.salt) if sources.reuses_prefixes and self._reuse_prefixes else None,
+        )
         return run
-
-    def snapshot(self, run: Run) -> Snapshot:
-        """Return what others can start from. ``run`` is suspended, or has just ended a segment."""
-        return Snapshot(run.tokens.ids, self._cache_of[run])
-
-    async def warm_up(self, snapshot: Snapshot, others: Iterable[Snapshot] = ()) -> None:
-        """Fill the cache of ``snapshot``, which is new, while no run wants the model, chunk by
-        chunk.
-
-        What one of ``others`` holds of it is taken from there. Others that are being filled take
-        turns with it, so a run that comes waits for one chunk. On cancellation what has been filled
-        stays, and can be shared; to go on filling it is no mistake.
-
-        Raises:
-            EngineError: a model step failed; the snapshot is of no more use.
-        """
-        cache = snapshot.cache
-        if start := _closest(snapshot.token_ids, others):
-            await self._model_thread.run(_share, start, snapshot)
-        while cache.num_tokens < len(snapshot.token_ids):
-            async with self._warm_up_turn:
-                while self._active:  # another run may have come since the last one went
-                    await self._is_idle.wait()
-                # One that was cancelled may have filled on until now.
-                if missing := snapshot.token_ids[cache.num_tokens :]:
-                    await self._warm_up_step(missing[: self._warm_up_chunk], cache)
-
-    async def _warm_up_step(self, token_ids: Sequence[int], cache: KVCache) -> None:
-        try:
-            await self._model_thread.run(self.model.runner.extend, token_ids, cache)
-        except Exception as error:
-            logger.exception("a warm-up failed")
-            raise _failed_step(error) from error
-
-    def new_snapshot(self, token_ids: Sequence[int]) -> Snapshot:
-        """Return ``token_ids`` with an empty cache, to be warmed up."""
-        return Snapshot(tuple(token_ids), self._new_cache())
-
-    def _new_cache(self) -> KVCache:
-        cache = self.model.runner.new_cache()
-        self._caches.add(cache)
-        return cache
-
-    @contextmanager
-    def _wanting_the_model(self, run: Run) -> Iterator[None]:
-        self._want(run)
-        try:
-            yield
-        finally:
-            self._rest(run)
-
-    @contextmanager
-    def _giving(self, run: Run) -> Iterator[None]:
-        """While ``run`` gives an output: it goes on wanting the model, so that no warm-up comes
-        between two of its steps, unless its consumer takes its time."""
-        timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._rest, run)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self._want(run)
-
-    def _want(self, run: Run) -> None:
-        self._active.add(run)
-        self._is_idle.clear()
-
-    def _rest(self, run: Run) -> None:
-        self._active.discard(run)
-        if not self._active:
-            self._is_idle.set()
 
     def check_length(self, num_tokens: int) -> None:
         """Make sure that a prompt of ``num_tokens`` can be sampled from.
@@ -336,9 +316,41 @@ class Engine:
         Raises:
             ContextLengthExceededError: it leaves no room for a single token.
         """
-        limit = self.model.runner.max_context
-        if num_tokens >= limit:
-            raise ContextLengthExceededError(num_tokens, limit)
+        if num_tokens >= self.max_context:
+            raise ContextLengthExceededError(num_tokens, self.max_context)
+
+    def snapshot(self, run: Run) -> Snapshot:
+        """Return what others can start from. ``run`` is suspended, or has just ended a segment."""
+        return Snapshot(run.tokens.ids, self._decodings[run].cache)
+
+    def new_snapshot(self, token_ids: Sequence[int]) -> Snapshot:
+        """Return ``token_ids`` with an empty cache, to be warmed up."""
+        return Snapshot(tuple(token_ids), self._new_cache())
+
+    async def warm_up(self, snapshot: Snapshot, others: Iterable[Snapshot] = ()) -> None:
+        """Fill the cache of ``snapshot``, which is new, while no run wants the model, chunk by
+        chunk.
+
+        What one of ``others`` holds of it is taken from there. One cache is filled after the other,
+        and a run that comes waits for one chunk. On cancellation what has been filled stays, and
+        can be shared; to go on filling it is no mistake.
+
+        Raises:
+            EngineError: a model step failed; the snapshot is of no more use.
+        """
+        filling = Filling(next(self._orders), snapshot.token_ids, snapshot.cache)
+        filling.channel = self._executor.new_channel()
+        self._executor.start(filling, _closest(snapshot.token_ids, others))
+        try:
+            await filling.channel.receive()
+        except asyncio.CancelledError:
+            await self._executor.stop(filling)
+            raise
+        except EngineError:
+            filling.let_go()  # the traceback may outlive it, and holds it
+            raise
+        finally:
+            del filling  # the traceback of an error that is kept must not keep the cache
 
     async def sample(
         self, run: Run, call_tools: ToolCaller | None = None
@@ -357,14 +369,26 @@ class Engine:
         try:
             while True:
                 yield SegmentStarted(run.segments[-1])
-                with self._wanting_the_model(run):
-                    if run not in self._cache_of:
-                        await self._begin(run)
-                    turn = await self._work(run, self._text_thread, self._begin_turn, run)
-                    async with aclosing(self._sample_turn(run, turn)) as outputs:
-                        async for output in outputs:
-                            with self._giving(run):
-                                yield output
+                with self._channel() as channel:
+                    turn = await self._begin_turn(run)
+                    reader = TurnReader(run, turn, self.model.tokenizer.stop_ids, self.counters)
+                    decoding = self._hand_over(run, turn, channel)
+                    try:
+                        # One loop, without a generator of its own for the turn: this is where each
+                        # token passes.
+                        while reader.reason is None:
+                            for message in await channel.receive():
+                                for output in reader.read(message):
+                                    yield output
+                                self._executor.took(channel)
+                                if run.wanted_stop is not None and reader.heed_wish():
+                                    break
+                    finally:
+                        if not reader.is_over:
+                            await self._executor.stop(decoding, len(run.tokens))
+                        del decoding
+                    for output in reader.finish():
+                        yield output
                 ended = self._end_segment(run, turn, can_suspend=call_tools is not None)
                 yield ended
                 if ended.suspension is None or call_tools is None:
@@ -373,54 +397,34 @@ class Engine:
                 if resumption is None:
                     return
                 self._resume(run, resumption)
+        except EngineError:
+            run.apply(RunEvent.FAIL)
+            raise
         finally:
-            self._cache_of.pop(run, None)
-            self._start_of.pop(run, None)
+            self._let_go(run)
             if not run.is_finished:
                 run.apply(RunEvent.CANCEL)
 
-    async def _begin(self, run: Run) -> None:
-        """Give a new run its cache, with as much of its prompt as is to be had."""
-        start = self._start_of.pop(run, None)
-        cache = await self._work(run, self._model_thread, self._first_cache, run.tokens.ids, start)
-        self._caches.add(cache)
-        self._cache_of[run] = cache
-        run.segments[-1].cached_tokens = run.num_inherited = cache.num_tokens
+    @contextmanager
+    def _channel(self) -> Iterator[TokenChannel]:
+        """Give the channel of a segment, and hold warm-ups back meanwhile."""
+        channel = self._executor.new_channel()
+        self._executor.open(channel)
+        try:
+            yield channel
+        finally:
+            # A run that follows this one at once says so before that.
+            asyncio.get_running_loop().call_soon(self._executor.close, channel)
 
-    def _first_cache(self, token_ids: tuple[int, ...], start: Snapshot | None) -> KVCache:
-        """Model thread: return a cache with as much of ``token_ids`` as ``start`` holds.
+    async def _begin_turn(self, run: Run) -> SampledTurn:
+        try:
+            return await self._text_thread.run(self._new_turn, run)
+        except Exception as error:  # whatever a step raises ends this run only
+            logger.exception("run %s: its grammar failed", run.id)
+            raise failure_of(error) from error
 
-        One token at least is left to be forwarded, as its logits are wanted.
-        """
-        forked = None
-        if start is not None:
-            forked = start.cache.fork(min(start.num_shared(token_ids), len(token_ids) - 1))
-        return forked or self.model.runner.new_cache()
-
-    async def _sample_turn(self, run: Run, turn: SampledTurn) -> AsyncGenerator[TurnOutput, None]:
-        """Prefill what the cache lacks, then decode to the end of the turn or of the budget."""
-        sampled = await self._prefill(run, turn)
-        run.apply(RunEvent.DECODE)
-        while True:
-            run.tokens.append([sampled.token_id], Origin.SAMPLED)
-            run.segments[-1].output_tokens += 1
-            self.counters.tokens_sampled += 1
-            outputs = list(turn.feed(sampled.token_id, sampled.logprobs))
-            for output in outputs:
-                yield output
-            is_between_items = bool(outputs) and isinstance(outputs[-1], ReasoningDone)
-            if reason := self._stop_reason(run, turn, is_between_items=is_between_items):
-                break
-            sampled = await self._step(run, [sampled.token_id], turn)
-        if run.tokens.last in self.model.tokenizer.stop_ids and turn.is_in_call:
-            run.apply(RunEvent.FAIL)
-            raise EngineError("a call was not finished: its schema may admit no arguments")
-        for output in turn.flush():
-            yield output
-        run.segments[-1].stop_reason = reason
-        run.segments[-1].reasoning_tokens = turn.num_reasoning_tokens
-
-    def _begin_turn(self, run: Run) -> SampledTurn:
+    def _new_turn(self, run: Run) -> SampledTurn:
+        """Text thread."""
         constraint = run.constraint
         return SampledTurn(
             Detokenizer(self.model.tokenizer),
@@ -430,80 +434,40 @@ class Engine:
             think_is_open=constraint.think_is_open,
         )
 
-    async def _prefill(self, run: Run, turn: SampledTurn) -> Sampled:
-        """Forward what the log has and the cache lacks, and sample the next token.
+    def _hand_over(self, run: Run, turn: SampledTurn, channel: TokenChannel) -> Decoding:
+        """Have the model go on with ``run``, or begin with it."""
+        snapshot = None
+        decoding = self._decodings.get(run)
+        if decoding is None:
+            beginning = self._beginnings.pop(run)
+            snapshot = beginning.snapshot
+            decoding = self._decodings[run] = self._new_decoding(run, beginning.sharing)
+        decoding.begin_segment(channel, turn.matcher)
+        run.segments[-1].handed_at = time.monotonic()
+        self._executor.start(decoding, snapshot)
+        return decoding
 
-        That is the prompt in a new run, and the pending token with the suffix in a resumed one.
-        """
-        missing = run.tokens.since(self._cache_of[run].num_tokens)
-        while len(missing) > self._prefill_chunk:
-            chunk, missing = missing[: self._prefill_chunk], missing[self._prefill_chunk :]
-            await self._work(run, self._model_thread, self._forward, run, chunk)
-        return await self._step(run, missing, turn)
-
-    async def _step(self, run: Run, token_ids: Sequence[int], turn: SampledTurn) -> Sampled:
-        return await self._work(
-            run, self._model_thread, self._forward_and_sample, run, token_ids, turn.matcher
+    def _new_decoding(self, run: Run, sharing: Sharing | None) -> Decoding:
+        return Decoding(
+            run,
+            next(self._orders),
+            self._new_cache(),
+            self.model.tokenizer.stop_ids,
+            self.max_context,
+            sharing,
         )
 
-    async def _work(
-        self,
-        run: Run,
-        thread: WorkerThread,
-        function: Callable[P, T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """Do a step of ``run``'s work on ``thread``; if it fails, the run has failed."""
-        try:
-            return await thread.run(function, *args, **kwargs)
-        except Exception as error:  # whatever a step raises ends this run only
-            logger.exception("run %s: %s failed", run.id, function.__name__)
-            run.apply(RunEvent.FAIL)
-            raise _failed_step(error) from error
+    def _new_cache(self) -> KVCache:
+        cache = self.model.runner.new_cache()
+        self._caches.add(cache)
+        return cache
 
-    def _forward(self, run: Run, token_ids: Sequence[int]) -> Tensor:
-        """Model thread: extend the cache and account for it. Returns ``(vocab,)`` logits."""
-        segment = run.segments[-1]
-        segment.started_at = segment.started_at or time.monotonic()
-        cache = self._cache_of[run]
-        start = cache.num_tokens
-        logits = self.model.runner.extend(token_ids, cache)
-        self.counters.tokens_reforwarded += run.record_forward(start, cache.num_tokens)
-        return logits
-
-    def _forward_and_sample(
-        self, run: Run, token_ids: Sequence[int], matcher: Matcher | None
-    ) -> Sampled:
-        """Model thread: extend the cache and sample the token that follows."""
-        logits = self._forward(run, token_ids)
-        position = self._cache_of[run].num_tokens
-        assert position == len(run.tokens), "every logged token is in the cache now"
-        mask = matcher.mask() if matcher else None
-        counts = Counter(run.sampled_in_segment()) if run.params.has_penalties else None
-        sampled = sample(logits, run.params, position, mask, counts)
-        if matcher:
-            matcher.accept(sampled.token_id)
-        segment = run.segments[-1]
-        segment.first_token_at = segment.first_token_at or time.monotonic()
-        return sampled
-
-    def _stop_reason(
-        self, run: Run, turn: SampledTurn, *, is_between_items: bool
-    ) -> StopReason | None:
-        """Return why sampling stops after the log's last token, or None where it goes on."""
-        if run.tokens.last in self.model.tokenizer.stop_ids:
-            return StopReason.TOOL_CALLS if turn.calls else StopReason.END_OF_TURN
-        if run.wanted_stop is StopReason.CANCELLED:
-            return StopReason.CANCELLED
-        if run.wanted_stop is StopReason.STEERED and is_between_items:
-            return StopReason.STEERED
-        limit = run.params.max_output_tokens
-        if limit is not None and run.segments[-1].output_tokens >= limit:
-            return StopReason.MAX_OUTPUT_TOKENS
-        if len(run.tokens) >= self.model.runner.max_context:
-            return StopReason.CONTEXT_LENGTH
-        return None
+    def _let_go(self, run: Run) -> None:
+        """Hold nothing of ``run``, which is over."""
+        self._beginnings.pop(run, None)
+        if decoding := self._decodings.pop(run, None):
+            self._executor.keep(decoding.cache)
+            decoding.let_go()
 
     def _end_segment(self, run: Run, turn: SampledTurn, *, can_suspend: bool) -> SegmentEnded:
         segment = run.segments[-1]
@@ -511,10 +475,7 @@ class Engine:
         assert segment.stop_reason is not None, "the turn is over"
         match segment.stop_reason:
             case StopReason.TOOL_CALLS if can_suspend:
-                num_cached = self._cache_of[run].num_tokens
-                assert num_cached == len(run.tokens) - 1, "the last token is pending"
-                run.suspension = Suspension(tuple(turn.calls), len(run.tokens), segment.ended_at)
-                run.apply(RunEvent.SUSPEND)
+                self._suspend(run, Suspension(tuple(turn.calls), len(run.tokens), segment.ended_at))
             case StopReason.TOOL_CALLS | StopReason.END_OF_TURN:
                 run.apply(RunEvent.COMPLETE)
             case StopReason.MAX_OUTPUT_TOKENS | StopReason.CONTEXT_LENGTH | StopReason.STEERED:
@@ -525,6 +486,12 @@ class Engine:
                 assert_never(segment.stop_reason)
         return SegmentEnded(segment.stop_reason, segment, run.suspension, self._turn_ids(run))
 
+    def _suspend(self, run: Run, suspension: Suspension) -> None:
+        cache = self._decodings[run].cache
+        run.suspension = suspension
+        run.apply(RunEvent.SUSPEND)
+        self._executor.suspend(cache, _tools(suspension), suspension.since)
+
     def _turn_ids(self, run: Run) -> tuple[int, ...]:
         """Return what was sampled in the segment, ended where it was cut short."""
         sampled = run.sampled_in_segment()
@@ -534,26 +501,17 @@ class Engine:
 
     def _resume(self, run: Run, resumption: Resumption) -> None:
         assert run.suspension is not None, "only a suspended run resumes"
-        run.suspended_seconds += resumption.requested_at - run.suspension.since
+        seconds = resumption.requested_at - run.suspension.since
+        self._executor.observe_tools(_tools(run.suspension), seconds)
+        run.suspended_seconds += seconds
         run.suspension = None
         if run.wanted_stop is StopReason.STEERED:
             run.wanted_stop = None  # the turn did end, and what the client has to say came now
         run.tokens.append(resumption.suffix_ids, Origin.APPENDED)
         run.constraint = resumption.constraint
-        run.segments.append(
-            Segment(
-                len(run.tokens),
-                self._cache_of[run].num_tokens,
-                requested_at=resumption.requested_at,
-            )
-        )
+        run.segments.append(Segment(len(run.tokens), 0, requested_at=resumption.requested_at))
         run.apply(RunEvent.RESUME)
 
 
-def _failed_step(error: Exception) -> EngineError:
-    """Return what a step is said to have failed with.
-
-    However long someone keeps ``error``, it does not keep what the step worked on.
-    """
-    clear_frames(error.__traceback__)
-    return EngineError("the engine failed to take a step")
+def _tools(suspension: Suspension) -> tuple[str, ...]:
+    return tuple(call.qualified_name for call in suspension.calls)

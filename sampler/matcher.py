@@ -46,6 +46,14 @@ class Matcher:
         where the turn may end."""
         return self._input.mask() if self._input else self._turn.mask()
 
+    def allows(self, token_id: int) -> bool:
+        """Tell whether ``token_id`` may come next, in a fraction of the time that a mask takes."""
+        if self._input:
+            return bool(self._input.mask()[token_id])
+        if token_id in self._tokenizer.stop_ids:
+            return self._turn.may_end
+        return self._turn.allows([token_id])
+
     def accept(self, token_id: int) -> None:
         """Move past ``token_id``, which the mask allowed."""
         if self._input is None:

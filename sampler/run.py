@@ -98,7 +98,8 @@ class TokenLog:
 
     def __init__(self) -> None:
         self._ids: list[int] = []
-        self._spans: list[Span] = []
+        self._starts: list[tuple[int, Origin]] = []
+        """Of each span. Where it stops is not kept, so that a token more changes nothing here."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -111,7 +112,11 @@ class TokenLog:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Maximal spans of one origin, in order, covering the whole log."""
-        return tuple(self._spans)
+        stops = [*(start for start, _ in self._starts), len(self._ids)][1:]
+        return tuple(
+            Span(start, stop, origin)
+            for (start, origin), stop in zip(self._starts, stops, strict=True)
+        )
 
     @property
     def last(self) -> int:
@@ -126,11 +131,8 @@ class TokenLog:
         """Add ``token_ids`` at the end."""
         start = len(self._ids)
         self._ids.extend(token_ids)
-        if len(self._ids) == start:
-            return
-        if self._spans and self._spans[-1].origin is origin:
-            start = self._spans.pop().start
-        self._spans.append(Span(start, len(self._ids), origin))
+        if len(self._ids) > start and (not self._starts or self._starts[-1][1] is not origin):
+            self._starts.append((start, origin))
 
 
 @dataclass
@@ -143,6 +145,8 @@ class Segment:
     """Those of them whose keys and values were in the cache already."""
     requested_at: float
     """When the segment was asked for: the run was opened, or the append arrived."""
+    handed_at: float | None = None
+    """When it was ready for the model: encoded, with its grammar compiled."""
     started_at: float | None = None
     """When the first forward pass began."""
     first_token_at: float | None = None

@@ -8,8 +8,9 @@ log-probabilities and take the largest. The noise comes from a counter-based gen
 (Salmon et al., SC 2011), keyed by seed and position.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from sampler.params import SamplingParams
 
 # Logits divided by a temperature under this one may overflow, and then even a mask means nothing.
 _GREEDY_BELOW = 1e-5
+_USUAL_NUCLEUS = 256
 # What the OpenAI reference has in the place of anything less, and JSON in that of minus infinity.
 _LEAST_LOGPROB = -9999.0
 
@@ -46,8 +48,23 @@ class Sampled:
     """Set if the params ask for them."""
 
 
+class Certain(NamedTuple):
+    """The logits of a model that is sure, which need not be worked out.
+
+    Neither temperature nor penalties make a difference to it; only a mask does.
+    """
+
+    token_id: int
+    work_out: Callable[[], Tensor]
+    """Returns the logits, ``(vocab,)`` float32; the largest is the token's."""
+
+
+Logits = Tensor | Certain
+"""Of the token that comes next."""
+
+
 def sample(
-    logits: Tensor,
+    logits: Logits,
     params: SamplingParams,
     position: int,
     mask: np.ndarray | None = None,
@@ -56,12 +73,16 @@ def sample(
     """Return the token at ``position``.
 
     Args:
-        logits: ``(vocab,)`` float32.
+        logits: ``(vocab,)`` float32, unless they are certain.
         params: how to sample.
         position: index in the token log of the token to be.
         mask: ``(vocab,)`` bool; False forbids a token. None allows all.
         counts: how many times the segment has sampled which token, for the penalties.
     """
+    if isinstance(logits, Certain):
+        if params.top_logprobs is None and (mask is None or mask[logits.token_id]):
+            return Sampled(logits.token_id)
+        logits = logits.work_out()
     token_id = _draw(_steered(logits, params, mask, counts), params, position)
     if params.top_logprobs is None:
         return Sampled(token_id)
@@ -118,10 +139,18 @@ def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:
 def _keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
     """Forbid all but the smallest set of tokens whose probability reaches ``top_p``.
 
-    Nucleus sampling (Holtzman et al., 2020). The most likely token is always kept.
+    Nucleus sampling (Holtzman et al., 2020). The most likely token is always kept, and of equally
+    likely ones the first. To sort a whole vocabulary takes as long as a step of a small model, and
+    a nucleus is nearly always small.
     """
-    ordered, order = torch.sort(scores, descending=True, stable=True)  # (vocab,)
-    probabilities = ordered.exp()
+    likeliest = torch.topk(scores, min(_USUAL_NUCLEUS, len(scores))).values
+    if likeliest.exp().sum() < top_p:
+        likeliest = torch.sort(scores, descending=True).values
+    probabilities = likeliest.exp()
     before = torch.cumsum(probabilities, dim=-1) - probabilities
-    dropped = order[1:][before[1:] >= top_p]
-    return scores.index_fill(0, dropped, -torch.inf)
+    num_kept = max(int((before < top_p).sum()), 1)
+    least = likeliest[num_kept - 1]
+    kept = scores > least
+    ties = torch.nonzero(scores == least).flatten()
+    kept[ties[: num_kept - int(kept.sum())]] = True
+    return scores.masked_fill(~kept, -torch.inf)

@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from protocol.tools import FunctionTool
 from sampler.chat_template import ChatMLFormat
 from sampler.engine import Engine
-from sampler.kv_cache import KVCache
+from sampler.kv_cache import GenericCache
 from sampler.model_loading import LoadedModel
-from sampler.model_runner import ModelRunner
+from sampler.model_runner import GenericRunner
 from sampler.tokenizer import Tokenizer
 
 END_OF_TEXT, IM_START, IM_END = 0, 1, 2
@@ -67,7 +67,7 @@ def _in_byte_alphabet(text: str) -> str:
     return "".join(piece for piece, _ in byte_level.pre_tokenize_str(text))
 
 
-class ScriptedRunner(ModelRunner):
+class ScriptedRunner(GenericRunner):
     """A runner that says the turns of a script, each ended by ``<|im_end|>``.
 
     Like a model it knows nothing but what it has read: the script's first turn is its answer where
@@ -93,7 +93,7 @@ class ScriptedRunner(ModelRunner):
         self.context: tuple[int, ...] = ()
         """What the latest forward pass knew: all token ids of its run so far."""
 
-    def extend(self, token_ids: Sequence[int], cache: KVCache) -> Tensor:
+    def extend(self, token_ids: Sequence[int], cache: GenericCache) -> Tensor:
         self.inputs.append(list(token_ids))
         # An attribute of the cache, so that a fork has it too; a tuple, so that it is its own.
         read = (*getattr(cache, "read", ())[: cache.num_tokens], *token_ids)
@@ -137,8 +137,9 @@ def tiny_model(
     )
     model = LlamaForCausalLM(config)
     tokenizer = Tokenizer(byte_tokenizer(), [END_OF_TEXT, IM_END])
+    runner: GenericRunner
     if script is None:
-        runner = ModelRunner(model)
+        runner = GenericRunner(model)
     else:
         turns = [tokenizer.encode_text(t) if isinstance(t, str) else list(t) for t in script]
         header = [IM_START, *tokenizer.encode_text("assistant\n")]

@@ -4,7 +4,8 @@ The tiny model has random weights. It speaks in bytes, pieces of words and piece
 it says is seldom what encoding its text would give, and every other turn of it has a call.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from sampler.embedded_model import ensure_embedded_model
 from sampler.engine import Engine
 from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel, load_model
-from sampler.model_runner import ModelRunner
-from sampler.params import Constraint, SamplingParams
+from sampler.model_runner import GenericRunner, ModelRunner, Piece
 from sampler.run import Run
-from sampler.snapshot import Snapshot
+from sampler.runner_choice import RunnerOptions
+from sampler.sampling import Logits
 from sampler.tokenizer import Tokenizer
 from tests.equivalence.dialogues import Dialogue
 from tests.equivalence.reference import Reference, UninterruptedLoop
@@ -32,22 +33,19 @@ _WORDS = (
 
 
 class RecordingEngine(Engine):
-    """An engine that remembers its runs."""
+    """An engine that remembers its runs.
+
+    The same dialogue is held again and again with one model. So that each is computed, and counted,
+    nothing is taken from what another one has left in the pool.
+    """
 
     def __init__(self, model: LoadedModel) -> None:
-        super().__init__(model)
+        super().__init__(model, reuse_prefixes=False)
         self.all_runs: list[Run] = []
         """Those that were opened, over or not."""
 
-    def open_run(
-        self,
-        run_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        constraint: Constraint,
-        snapshots: Iterable[Snapshot] = (),
-    ) -> Run:
-        run = super().open_run(run_id, prompt_ids, params, constraint, snapshots)
+    def open_run(self, *args: Any, **kwargs: Any) -> Run:
+        run = super().open_run(*args, **kwargs)
         self.all_runs.append(run)
         return run
 
@@ -59,15 +57,28 @@ class Recorder:
         """Begin to record ``runner``."""
         self.logits: dict[tuple[int, ...], Tensor] = {}
         """By all that had been read, in whatever pieces."""
-        self._extend = runner.extend
-        runner.extend = self._recorded  # type: ignore[method-assign]
+        self._forward, self._find_prefix = runner.forward, runner.find_prefix
+        runner.forward = self._recorded  # type: ignore[method-assign]
+        runner.find_prefix = self._found  # type: ignore[method-assign]
 
-    def _recorded(self, token_ids: Sequence[int], cache: KVCache) -> Tensor:
+    def _recorded(self, pieces: Sequence[Piece]) -> Sequence[Logits | None]:
         # An attribute of the cache, so that a fork has it too; a tuple, so that it is its own.
-        read = (*getattr(cache, "read", ())[: cache.num_tokens], *token_ids)
-        cache.read = read  # type: ignore[attr-defined]
-        self.logits[read] = self._extend(token_ids, cache)
-        return self.logits[read]
+        read = [
+            (*getattr(piece.cache, "read", ())[: piece.cache.num_tokens], *piece.token_ids)
+            for piece in pieces
+        ]
+        logits = self._forward(pieces)
+        for piece, ids, found in zip(pieces, read, logits, strict=True):
+            piece.cache.read = ids  # type: ignore[attr-defined]
+            if isinstance(found, Tensor):
+                self.logits[ids] = found
+        return logits
+
+    def _found(self, salt: Hashable, token_ids: Sequence[int]) -> KVCache | None:
+        cache = self._find_prefix(salt, token_ids)
+        if cache is not None:
+            cache.read = tuple(token_ids[: cache.num_tokens])  # type: ignore[attr-defined]
+        return cache
 
 
 class Subject:
@@ -95,13 +106,13 @@ class Subject:
 def embedded_model() -> Subject:
     """Return the default model."""
     model = AutoModelForCausalLM.from_pretrained(ensure_embedded_model(), dtype=torch.float32)
-    return Subject(load_model(device="cpu", dtype="float32"), model)
+    return Subject(load_model(device="cpu", options=RunnerOptions(is_exact=True)), model)
 
 
 def tiny_model() -> Subject:
     """Return a two-layer Llama over bytes and ``_WORDS``."""
     tokenizer = Tokenizer(word_tokenizer(_WORDS), [END_OF_TEXT, IM_END])
-    runner = ModelRunner(_llama(tokenizer))
+    runner = GenericRunner(_llama(tokenizer))
     tokenizer.counters = runner.counters
     loaded = LoadedModel("tiny", runner, tokenizer, ChatMLFormat(tokenizer))
     return Subject(loaded, _llama(tokenizer))

@@ -24,15 +24,15 @@ from protocol.tools import CallableTool
 from sampler.chat_template import ChatMLFormat
 from sampler.conversation import Conversation
 from sampler.engine import Engine, Resumption, ToolCaller
-from sampler.kv_cache import KVCache
+from sampler.kv_cache import GenericCache
 from sampler.model_loading import LoadedModel
-from sampler.model_runner import ModelRunner
+from sampler.model_runner import GenericRunner
 from sampler.outputs import ArgumentsDelta, CallDone, Output, SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
 from sampler.prompt import Prompt
 from sampler.recorded_turn import Call, RecordedTurn
 from sampler.run import Run
-from sampler.snapshot import Snapshot
+from sampler.snapshot import Snapshot, Sources
 from sampler.suspension import Suspension
 from sampler.tokenizer import Tokenizer
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, call_text
@@ -79,7 +79,7 @@ async def let_the_loop_turn() -> None:
         await asyncio.sleep(0)
 
 
-class SteeredRunner(ModelRunner):
+class SteeredRunner(GenericRunner):
     """A runner that says what it is told to, by position in the log or by turn.
 
     It notes every forward pass. Steering by position lets a prompt be prefilled in chunks.
@@ -94,18 +94,18 @@ class SteeredRunner(ModelRunner):
         """What every run says, turn by turn; each turn ends in ``<|im_end|>`` of itself."""
         self.steering: Steering = lambda position: ()
         """What is said where there are no ``turns``."""
-        self.before_pass: Callable[[KVCache, Sequence[int]], object] = lambda *_: None
+        self.before_pass: Callable[[GenericCache, Sequence[int]], object] = lambda *_: None
         """Called on the model thread before each pass; may block or raise."""
         self._num_caches = 0
-        self._numbers: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
-        self._said: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[GenericCache, int] = WeakKeyDictionary()
+        self._said: WeakKeyDictionary[GenericCache, int] = WeakKeyDictionary()
 
     @property
     def inputs(self) -> list[list[int]]:
         """The token ids of every forward pass, in order."""
         return [token_ids for _, token_ids in self.passes]
 
-    def extend(self, token_ids: Sequence[int], cache: KVCache) -> Tensor:
+    def extend(self, token_ids: Sequence[int], cache: GenericCache) -> Tensor:
         self.before_pass(cache, token_ids)
         self.passes.append((self._number(cache), list(token_ids)))
         logits = super().extend(token_ids, cache)
@@ -116,11 +116,11 @@ class SteeredRunner(ModelRunner):
         steered[list(choice)] = logits[list(choice)]
         return steered
 
-    def _number(self, cache: KVCache) -> int:
+    def _number(self, cache: GenericCache) -> int:
         self._num_caches += cache not in self._numbers
         return self._numbers.setdefault(cache, self._num_caches)
 
-    def _next_of_turn(self, cache: KVCache) -> Sequence[int]:
+    def _next_of_turn(self, cache: GenericCache) -> Sequence[int]:
         said = [token_id for turn in self.turns for token_id in [*turn, IM_END]]
         index = self._said.get(cache, 0)
         self._said[cache] = index + 1
@@ -164,12 +164,19 @@ def _fast_tokenizer() -> FastTokenizer:
 
 @contextmanager
 def steered_engine(
-    *turns: Sequence[int | str], max_context: int = 4096, prefill_chunk: int | None = None
+    *turns: Sequence[int | str],
+    max_context: int = 4096,
+    prefill_chunk: int | None = None,
+    gathering_seconds: float = 0.002,
 ) -> Iterator[Engine]:
     """Give an engine whose every run says ``turns``: texts byte by byte, and token ids."""
     model = steered_model(max_context)
     runner_of(model).turns = [_token_ids(model.tokenizer, turn) for turn in turns]
-    engine = Engine(model, prefill_chunk=prefill_chunk or max_context)
+    engine = Engine(
+        model,
+        prefill_chunk=prefill_chunk or max_context,
+        gathering_seconds=gathering_seconds,
+    )
     with closing(engine):
         yield engine
 
@@ -206,7 +213,7 @@ async def open_run(
         prompt.token_ids,
         params or SamplingParams(temperature=0),
         constraint or Constraint(tuple(tools)),
-        snapshots,
+        Sources(snapshots),
     )
 
 

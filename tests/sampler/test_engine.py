@@ -39,7 +39,7 @@ from sampler.prompt import Prompt
 from sampler.recorded_turn import RecordedTurn
 from sampler.run import Origin, Run, RunState, StopReason
 from sampler.sampling import sample as sample_token
-from sampler.snapshot import Snapshot
+from sampler.snapshot import Snapshot, Sources
 from sampler.suspension import Suspension
 from sampler.tokenizer import Tokenizer
 from sampler.tool_calls import BEGIN
@@ -47,6 +47,7 @@ from tests.sampler.runs import (
     AND_CALL_ROME,
     CALL_OSLO,
     CALL_ROME,
+    DEADLINE_SECONDS,
     MERGED_AB,
     OSLO_CALL,
     Client,
@@ -712,7 +713,7 @@ async def assert_can_be_gone_on_from(
     conversation = Conversation([turn, Message("user", "Go on.")])
     prompt = await engine.encode(conversation, known)
     params = SamplingParams(temperature=0, max_output_tokens=1)
-    run = engine.open_run("next", prompt.token_ids, params, Constraint(), [snapshot])
+    run = engine.open_run("next", prompt.token_ids, params, Constraint(), Sources([snapshot]))
     await sample(engine, run)
     assert run.num_inherited == len(snapshot.token_ids) - 1
     assert runner_of(engine.model).inputs[-1][:2] == [snapshot.token_ids[-1], IM_END]
@@ -1088,7 +1089,17 @@ async def sampled_alone(*texts: str, params: SamplingParams = FREE) -> list[tupl
 
 
 @pytest.mark.parametrize("decoded", [0, 3], ids=["in prefill", "in decode"])
-async def test_a_failing_step_fails_its_run_and_no_other(decoded: int) -> None:
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (RuntimeError("broken"), "the engine failed to take a step"),
+        (MemoryError("none left"), "out of memory: none left"),
+    ],
+    ids=["error", "out of memory"],
+)
+async def test_a_failing_step_fails_its_run_and_no_other(
+    decoded: int, cause: Exception, message: str
+) -> None:
     alone = await sampled_alone("one", "two")
     with steered_engine() as engine:
         one, victim, two = [
@@ -1102,18 +1113,18 @@ async def test_a_failing_step_fails_its_run_and_no_other(decoded: int) -> None:
             if token_ids == prompt:
                 caches.add(cache)
             if cache in caches and cache.num_tokens + len(token_ids) == len(prompt) + decoded:
-                raise MemoryError("no memory left")
+                raise cause
 
         runner_of(engine.model).before_pass = fail
 
         async def fails() -> EngineError:
-            with pytest.raises(EngineError, match="the engine failed to take a step") as failure:
+            with pytest.raises(EngineError, match=message) as failure:
                 await sample(engine, victim)
             return failure.value
 
         error, *_ = await asyncio.gather(fails(), sample(engine, one), sample(engine, two))
 
-        assert isinstance(error.__cause__, MemoryError)
+        assert error.__cause__ is cause
         assert victim.state is RunState.FAILED
         assert victim.segments[0].output_tokens == decoded
         assert [one.tokens.ids, two.tokens.ids] == alone
@@ -1163,7 +1174,7 @@ async def test_a_prefill_in_chunks_gives_the_tokens_of_one_pass() -> None:
 
 
 async def test_a_long_prefill_holds_a_decoding_neighbour_up_by_one_chunk_at_most() -> None:
-    with steered_engine(prefill_chunk=8) as engine:
+    with steered_engine(prefill_chunk=8, gathering_seconds=DEADLINE_SECONDS) as engine:
         runner = runner_of(engine.model)
         steer(engine, 4, [[10]] * 30)
         params = SamplingParams(temperature=0, max_output_tokens=25)
@@ -1213,7 +1224,7 @@ def letters_and_a_call(engine: Engine, num_letters: int = 12) -> list[Sequence[i
 
 def force_fed(engine: Engine, run: Run) -> list[int]:
     """Sample the log of ``run`` anew in one go, its suffixes put in where they belong."""
-    runner, grammars = engine.model.runner, GrammarCompiler(engine.model.tokenizer)
+    runner, grammars = runner_of(engine.model), GrammarCompiler(engine.model.tokenizer)
     cache = runner.new_cache()
     spans, log = run.tokens.spans, list[int]()
     for given, sampled in zip(spans[::2], spans[1::2], strict=True):

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig
 
+from sampler.cache_pool import BlockPool
 from sampler.engine import Engine, EngineError
-from sampler.kv_cache import KVCache
+from sampler.kv_cache import GenericCache
 from sampler.outputs import SegmentEnded, SegmentStarted, TextDelta
 from sampler.params import Constraint, SamplingParams
 from sampler.run import Run, RunState
-from sampler.snapshot import Snapshot, num_common
+from sampler.snapshot import Snapshot, Sources, num_common
 from tests.sampler.families import DIMENSIONS
 from tests.sampler.runs import (
     CALL_OSLO,
@@ -64,10 +65,11 @@ def test_a_common_prefix_is_found_whatever_follows_it(
     assert shared == len(prefix) + common_by_looking(first, second)
 
 
-def cache_of(num_tokens: int, *, has_window: bool = False) -> KVCache:
+def cache_of(num_tokens: int, *, has_window: bool = False) -> GenericCache:
     config = MistralConfig(**DIMENSIONS) if has_window else LlamaConfig(**DIMENSIONS)
-    cache = KVCache(config)
-    cache.num_tokens = num_tokens
+    cache = GenericCache(config, BlockPool(8))
+    cache.grow(num_tokens)
+    cache.advance(num_tokens)
     return cache
 
 
@@ -105,7 +107,7 @@ async def sampled(
     params: SamplingParams = GREEDY,
     snapshots: Iterable[Snapshot] = (),
 ) -> Run:
-    run = engine.open_run("run", prompt_ids, params, Constraint(), snapshots)
+    run = engine.open_run("run", prompt_ids, params, Constraint(), Sources(tuple(snapshots)))
     await sample(engine, run)
     return run
 
@@ -177,7 +179,7 @@ async def test_a_run_can_start_from_a_suspended_one_that_has_gone_on(at_once: bo
 
             if not at_once:
                 await go_on()
-            run = engine.open_run("run", prompt_ids, SEEDED, Constraint(), [snapshot])
+            run = engine.open_run("run", prompt_ids, SEEDED, Constraint(), Sources([snapshot]))
             await asyncio.gather(sample(engine, run), *([go_on()] if at_once else []))
             fresh = await sampled(engine, prompt_ids, SEEDED)
 
@@ -231,7 +233,7 @@ async def test_a_list_of_ids_shares_as_much_as_a_tuple() -> None:
 async def test_what_a_prompt_can_start_from_is_found_out_anew_when_the_run_begins() -> None:
     with steered_engine() as engine:
         snapshot = engine.new_snapshot(PROMPT)
-        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), [snapshot])
+        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), Sources([snapshot]))
 
         await engine.warm_up(snapshot)
         await sample(engine, run)
@@ -281,7 +283,7 @@ async def test_a_queued_run_holds_the_snapshot_until_it_begins() -> None:
     with steered_engine() as engine:
         snapshot = await left_behind(engine)
         cache = ref(snapshot.cache)
-        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), [snapshot])
+        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), Sources([snapshot]))
         del snapshot
         was_held = cache() is not None
         async with aclosing(engine.sample(run)) as outputs:
@@ -298,7 +300,7 @@ async def test_a_queued_run_holds_the_snapshot_until_it_begins() -> None:
 async def test_a_queued_run_that_is_dropped_lets_go_of_the_snapshot() -> None:
     with steered_engine() as engine:
         snapshot = await left_behind(engine)
-        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), [snapshot])
+        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), Sources([snapshot]))
         del snapshot
         held = engine.kv_tokens
         del run
@@ -310,7 +312,7 @@ async def test_a_queued_run_that_is_dropped_lets_go_of_the_snapshot() -> None:
 async def test_a_run_that_is_closed_before_it_begins_lets_go_of_the_snapshot() -> None:
     with steered_engine() as engine:
         snapshot = await left_behind(engine)
-        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), [snapshot])
+        run = engine.open_run("run", PROMPT, GREEDY, Constraint(), Sources([snapshot]))
         del snapshot
         async with aclosing(engine.sample(run)) as outputs:
             await anext(outputs)
@@ -322,7 +324,7 @@ async def test_a_run_that_is_closed_before_it_begins_lets_go_of_the_snapshot() -
 async def test_what_several_caches_share_counts_for_each() -> None:
     with steered_engine() as engine:
         first = await left_behind(engine)
-        run = engine.open_run("run", first.token_ids, GREEDY, Constraint(), [first])
+        run = engine.open_run("run", first.token_ids, GREEDY, Constraint(), Sources([first]))
         async with aclosing(engine.sample(run)) as outputs:
             ended = [engine.snapshot(run) async for o in outputs if isinstance(o, SegmentEnded)]
 
@@ -444,7 +446,7 @@ async def test_a_run_that_starts_from_a_snapshot_waits_for_one_chunk_too() -> No
         warming = asyncio.ensure_future(engine.warm_up(engine.new_snapshot(LONG)))
         await gate.wait_until_begun()
         params = SamplingParams(temperature=0, max_output_tokens=5)
-        run = engine.open_run("run", [5] * 4, params, Constraint(), [earlier])
+        run = engine.open_run("run", [5] * 4, params, Constraint(), Sources([earlier]))
         sampling = asyncio.ensure_future(sample(engine, run))
         await let_the_loop_turn()
         gate.open()

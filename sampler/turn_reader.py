@@ -1,0 +1,77 @@
+"""What the model thread tells of a segment, turned into what its consumer is given.
+
+The token log is written here, token by token as the consumer gets to see them. Where the client has
+no more patience, or something to say, the reading ends, whatever the model has sampled since then.
+"""
+
+from collections.abc import Collection
+
+from sampler.counters import Counters
+from sampler.engine_error import EngineError
+from sampler.outputs import ReasoningDone
+from sampler.run import Origin, Run, RunEvent, RunState, StopReason
+from sampler.sampled_turn import SampledTurn, TurnOutput
+from sampler.sampling import Sampled
+
+
+class TurnReader:
+    """Reads one turn of a run: messages in, outputs out."""
+
+    def __init__(
+        self, run: Run, turn: SampledTurn, stop_ids: Collection[int], counters: Counters
+    ) -> None:
+        """Read what is sampled of ``turn``, which a token of ``stop_ids`` ends."""
+        self.reason: StopReason | None = None
+        """Why there is nothing more to read."""
+        self.is_over = False
+        """Whether the model thread is done with the turn."""
+        self._run = run
+        self._turn = turn
+        self._stop_ids = stop_ids
+        self._segment = run.segments[-1]
+        self._counters = counters
+        self._ends_item = False
+
+    def read(self, message: Sampled | StopReason | None) -> list[TurnOutput]:
+        """Take the next message and return what it decides."""
+        if not isinstance(message, Sampled):
+            self.is_over = True
+            self.reason = message
+            return []
+        if self._run.state is RunState.PREFILLING:
+            self._run.apply(RunEvent.DECODE)
+        self._run.tokens.append((message.token_id,), Origin.SAMPLED)
+        self._segment.output_tokens += 1
+        self._counters.tokens_sampled += 1
+        outputs = self._turn.feed(message.token_id, message.logprobs)
+        self._ends_item = bool(outputs) and isinstance(outputs[-1], ReasoningDone)
+        return outputs
+
+    def heed_wish(self) -> bool:
+        """Stop after the last token, if that is what the client wants and it can be done there.
+
+        Returns:
+            Whether it is.
+        """
+        wanted = self._run.wanted_stop
+        if self.is_over or self._run.tokens.last in self._stop_ids:
+            return False  # the turn has ended by itself
+        if wanted is StopReason.CANCELLED or (wanted is StopReason.STEERED and self._ends_item):
+            self.reason = wanted
+        return self.reason is not None
+
+    def finish(self) -> list[TurnOutput]:
+        """Return what was held back: there is a reason to stop.
+
+        Raises:
+            EngineError: the turn ended inside a call.
+        """
+        if self.reason is StopReason.END_OF_TURN:
+            if self._turn.is_in_call:
+                raise EngineError("a call was not finished: its schema may admit no arguments")
+            if self._turn.calls:
+                self.reason = StopReason.TOOL_CALLS
+        outputs = self._turn.flush()
+        self._segment.stop_reason = self.reason
+        self._segment.reasoning_tokens = self._turn.num_reasoning_tokens
+        return outputs

@@ -1,0 +1,801 @@
+"""Many runs on one model thread: batches, memory that does not suffice, and steps that fail.
+
+The models are real and small. A run's letters are left to the weights, which are made large, so
+that a run whose cache is not what it should be says something else than alone.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sampler.cache_pool import BlockPool, blocks_for
+from sampler.decoder_weights import decoder_weights
+from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption, ToolCaller
+from sampler.kv_cache import KVCache, KVShape, PagedStorage
+from sampler.model_runner import GenericRunner, ModelRunner, Piece
+from sampler.outputs import ReasoningDone, SegmentEnded, TextDelta
+from sampler.params import Constraint, SamplingParams
+from sampler.run import Run, RunState, StopReason
+from sampler.sampling import Certain, Logits
+from sampler.snapshot import Sources
+from sampler.suspension import Suspension
+from sampler.suspension_policy import Mode
+from sampler.torch_decoder import TorchDecoder
+from tests.sampler.runs import (
+    CALL_OSLO,
+    DEADLINE_SECONDS,
+    VOCAB_SIZE,
+    Client,
+    Gate,
+    let_the_loop_turn,
+    open_run,
+    resume_with,
+    sample,
+    steered_model,
+    until_suspended,
+)
+from tests.tiny_model import IM_END
+
+SEEDED = SamplingParams(temperature=1, seed=3)
+NUM_LETTERS = 20
+"""Sampled in each segment."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- Models --------------------------------------------------------------------------------------
+
+
+class WatchedRunner(ModelRunner):
+    """Another runner, of which each step is noted and the logits are steered."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner.counters)
+        self.runs_ahead = runner.runs_ahead
+        self.steps: list[list[tuple[int, int]]] = []
+        """What each piece of each step began at, and how long it was."""
+        self.before_step: Callable[[Sequence[Piece]], object] = lambda _: None
+        """Called on the model thread; may block or raise."""
+        self.steering: Callable[[int], Sequence[int]] = lambda _: ()
+        """The tokens that may come at a position; none leaves them all."""
+        self._runner = runner
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._runner.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self._runner.max_context
+
+    def new_cache(self) -> KVCache:
+        return self._runner.new_cache()
+
+    def find_prefix(self, salt: object, token_ids: Sequence[int]) -> KVCache | None:
+        return self._runner.find_prefix(salt, token_ids)
+
+    def publish(self, salt: object, token_ids: Sequence[int], cache: KVCache) -> None:
+        self._runner.publish(salt, token_ids, cache)
+
+    def forward(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
+        self.steps.append([(piece.cache.num_tokens, len(piece.token_ids)) for piece in pieces])
+        self.before_step(pieces)
+        logits = self._runner.forward(pieces)
+        return [self._steered(one, piece.cache) for one, piece in zip(logits, pieces, strict=True)]
+
+    def _steered(self, logits: Logits | None, cache: KVCache) -> Tensor | None:
+        assert not isinstance(logits, Certain)
+        if logits is None or not (choice := self.steering(cache.num_tokens)):
+            return logits
+        steered = torch.full_like(logits, -1e9)
+        steered[list(choice)] = logits[list(choice)]
+        return steered
+
+
+def llama(max_context: int = 1024) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_context,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config)
+
+
+def generic(num_blocks: int) -> ModelRunner:
+    return GenericRunner(llama(), pool=BlockPool(num_blocks), is_exact=True)
+
+
+def paged(num_blocks: int) -> ModelRunner:
+    weights = decoder_weights(llama())
+    assert weights is not None
+    shape = KVShape(weights.shape.num_layers, weights.shape.num_kv_heads, weights.shape.head_dim)
+    storage = PagedStorage(BlockPool(num_blocks), shape, weights.dtype)
+    return TorchDecoder(weights, storage, is_exact=True)
+
+
+RUNNERS = [generic, paged]
+both = pytest.mark.parametrize("runner", RUNNERS, ids=["generic", "paged"])
+Runner = Callable[[int], ModelRunner]
+PLENTY = 1000
+
+
+@contextmanager
+def serving(runner: Runner, num_blocks: int = PLENTY, **options: Any) -> Iterator[Engine]:
+    """Give an engine on ``runner`` with a pool of ``num_blocks``."""
+    model = steered_model()
+    watched = WatchedRunner(runner(num_blocks))
+    model.tokenizer.counters = watched.counters
+    engine = Engine(replace(model, runner=watched), **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def watched(engine: Engine) -> WatchedRunner:
+    assert isinstance(engine.model.runner, WatchedRunner)
+    return engine.model.runner
+
+
+# --- Runs ----------------------------------------------------------------------------------------
+
+
+def steer(engine: Engine, prompt_length: int) -> None:
+    """Have runs whose prompts are so long say letters, and make a call after the first ones."""
+    letters = engine.model.tokenizer.encode_text("efghijklmnopqrstuvwxyz")
+    call = {prompt_length + NUM_LETTERS: [CALL_OSLO], prompt_length + NUM_LETTERS + 1: [IM_END]}
+    watched(engine).steering = lambda position: call.get(position, letters)
+
+
+async def open_runs(engine: Engine, number: int, params: SamplingParams = SEEDED) -> list[Run]:
+    """Return runs that differ in what the user says; each calls once."""
+    params = replace(params, max_output_tokens=NUM_LETTERS + 2)
+    runs = [await open_run(engine, f"run {i:02}", params=params) for i in range(number)]
+    steer(engine, len(runs[0].tokens))
+    return runs
+
+
+def answering(engine: Engine, run: Run, until: asyncio.Event) -> ToolCaller:
+    """Return a client of ``run`` that answers when it may."""
+
+    async def answer(suspension: Suspension) -> Resumption:
+        await until.wait()
+        outputs = dict.fromkeys(suspension.awaited, "sunny")
+        return await resume_with(engine, run, suspension.answer(outputs))
+
+    return answer
+
+
+async def sampled_alone(
+    runner: Runner, number: int, params: SamplingParams = SEEDED
+) -> list[tuple[int, ...]]:
+    """Return the logs of runs that are sampled one after the other, with room for all."""
+    with serving(runner) as engine:
+        runs = await open_runs(engine, number, params)
+        for run in runs:
+            await sample(engine, run, Client(engine, run))
+        assert engine.counters.tokens_reforwarded == 0
+        return [run.tokens.ids for run in runs]
+
+
+def forwarded_up_to(engine: Engine) -> int:
+    """Return the highest position that any step went up to."""
+    return max(start + length for step in watched(engine).steps for start, length in step)
+
+
+def logs(runs: Sequence[Run]) -> list[tuple[int, ...]]:
+    return [run.tokens.ids for run in runs]
+
+
+async def assert_all_is_free(engine: Engine) -> None:
+    assert engine.runs == ()
+    assert engine.kv_tokens == 0
+    memory = await engine.measure_memory()
+    assert (memory.num_used, memory.num_swapped) == (0, 0)
+
+
+# --- Batches -------------------------------------------------------------------------------------
+
+
+@both
+async def test_runs_share_steps_and_say_what_they_do_alone(runner: Runner) -> None:
+    alone = await sampled_alone(runner, 8)
+    with serving(runner, gathering_seconds=1) as engine:
+        runs = await open_runs(engine, 8)
+
+        await asyncio.gather(*(sample(engine, run, Client(engine, run)) for run in runs))
+
+        assert logs(runs) == alone
+        steps = watched(engine).steps
+        assert max(map(len, steps)) == 8
+        assert len(steps) == engine.counters.steps < sum(map(len, steps)) / 4
+        await assert_all_is_free(engine)
+
+
+async def test_runs_that_share_steps_share_passes() -> None:
+    with serving(paged) as engine:
+        runs = await open_runs(engine, 8)
+
+        await asyncio.gather(*(sample(engine, run) for run in runs))
+
+        assert engine.counters.forward_passes == engine.counters.steps
+        assert engine.counters.tokens_forwarded == sum(len(run.tokens) - 1 for run in runs) - sum(
+            run.num_inherited for run in runs
+        )
+
+
+@both
+async def test_no_more_rows_than_are_allowed_share_a_step(runner: Runner) -> None:
+    alone = await sampled_alone(runner, 5)
+    with serving(runner, max_rows=2) as engine:
+        runs = await open_runs(engine, 5)
+
+        await asyncio.gather(*(sample(engine, run, Client(engine, run)) for run in runs))
+
+        assert logs(runs) == alone
+        rows = [sum(length == 1 for _, length in step) for step in watched(engine).steps]
+        assert max(rows) == 2
+
+
+@both
+async def test_a_long_prompt_holds_a_neighbour_up_by_a_chunk_at_a_time(runner: Runner) -> None:
+    with serving(runner, prefill_chunk=16, gathering_seconds=5) as engine:
+        neighbour = engine.open_run(
+            "short", [5] * 4, SamplingParams(max_output_tokens=40), Constraint()
+        )
+        long = engine.open_run(
+            "long", range(3, 163), replace(SEEDED, max_output_tokens=2), Constraint()
+        )
+        watched(engine).steering = lambda _: [70, 71, 72]
+        async with aclosing(engine.sample(neighbour)) as outputs:
+            await anext(output async for output in outputs if isinstance(output, TextDelta))
+            sampling = asyncio.ensure_future(sample(engine, long))
+            async for _ in outputs:
+                pass
+        await sampling
+
+        chunks = [step for step in watched(engine).steps if any(length == 16 for _, length in step)]
+        assert [start for step in chunks for start, length in step if length == 16] == list(
+            range(0, 160, 16)
+        )
+        assert all(len(step) == 2 for step in chunks)
+
+
+@both
+async def test_a_consumer_that_does_not_come_back_stops_nobody_else(runner: Runner) -> None:
+    with serving(runner) as engine:
+        slow, *others = await open_runs(engine, 3)
+        async with aclosing(engine.sample(slow)) as outputs:
+            await anext(output async for output in outputs if isinstance(output, TextDelta))
+
+            await asyncio.gather(*(sample(engine, run) for run in others))
+
+            assert slow.state is RunState.DECODING
+            assert slow.segments[0].output_tokens == 1
+            await asyncio.wait_for(anext(outputs), DEADLINE_SECONDS)
+
+
+async def test_the_model_is_ahead_of_a_consumer_by_a_window_at_most() -> None:
+    with serving(paged) as engine:
+        slow, other = await open_runs(engine, 2)
+        async with aclosing(engine.sample(slow)) as outputs:
+            await anext(output async for output in outputs if isinstance(output, TextDelta))
+            await sample(engine, other)
+
+            held = engine.snapshot(slow).cache.num_tokens
+
+        assert held == len(slow.tokens) - 1 + 7
+
+
+# --- What is ahead is undone ---------------------------------------------------------------------
+
+
+async def test_what_was_sampled_behind_a_steered_stop_is_undone() -> None:
+    thought = "<think>\nHm.\n</think>\n\nSunny and warm."
+    constraint = Constraint((), thinks=True)
+    with serving(paged) as engine:
+        run = await open_run(engine, tools=(), params=SEEDED, constraint=constraint)
+        said = engine.model.tokenizer.encode_text(thought)
+        start = len(run.tokens)
+        watched(engine).steering = lambda position: [[*said, IM_END][position - start]]
+        snapshots = []
+        async with aclosing(engine.sample(run)) as outputs:
+            async for output in outputs:
+                if isinstance(output, ReasoningDone):
+                    run.wanted_stop = StopReason.STEERED
+                    while forwarded_up_to(engine) < len(run.tokens) + 6:
+                        await engine.measure_memory()  # until the window is used up
+                if isinstance(output, SegmentEnded):
+                    snapshots.append(engine.snapshot(run))
+
+        state = run.state
+        assert state is RunState.INCOMPLETE
+        [snapshot] = snapshots
+        assert snapshot.cache.num_tokens == len(run.tokens) - 1
+        follower = engine.open_run(
+            "next",
+            [*run.tokens.ids, 70],
+            replace(SEEDED, max_output_tokens=1),
+            Constraint(),
+            Sources([snapshot]),
+        )
+        watched(engine).steering = lambda _: ()
+        await sample(engine, follower)
+        assert follower.num_inherited == len(run.tokens) - 1
+
+
+@both
+async def test_a_run_that_is_cancelled_in_its_prompt_gives_everything_back(runner: Runner) -> None:
+    with serving(runner, prefill_chunk=16) as engine:
+        gate = Gate()
+        neighbour, run = await open_runs(engine, 2)
+        watched(engine).before_step = lambda _: (
+            gate.pass_through() if len(watched(engine).steps) == 3 else None
+        )
+        sampling = asyncio.ensure_future(sample(engine, run))
+        await gate.wait_until_begun()
+        beside = asyncio.ensure_future(sample(engine, neighbour))
+        sampling.cancel()
+        await let_the_loop_turn()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await sampling
+        await beside
+
+        assert run.num_forwarded == 3 * 16
+        assert [run.state, neighbour.state] == [RunState.CANCELLED, RunState.COMPLETED]
+        del beside, sampling
+        await assert_all_is_free(engine)
+
+
+# --- Suspended runs ------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("mode", Mode)
+async def test_what_becomes_of_a_suspended_cache_changes_no_token(
+    runner: Runner, mode: Mode, tmp_path: Path
+) -> None:
+    alone = await sampled_alone(runner, 3)
+    options: dict[str, Any] = {
+        "suspend_policy": mode,
+        "swap_directory": tmp_path,
+        "reuse_prefixes": False,
+    }
+    with serving(runner, **options) as engine:
+        runs = await open_runs(engine, 3)
+        clients = [Client(engine, run) for run in runs]
+
+        for run, client in zip(runs, clients, strict=True):
+            await sample(engine, run, client)
+
+        assert logs(runs) == alone
+        counters = engine.counters
+        held = sum(client.suspensions[0].num_tokens - 1 for client in clients)
+        is_kept = mode in (Mode.AUTO, Mode.PRESERVE)
+        assert counters.discards == (3 if mode is Mode.DISCARD else 0)
+        assert counters.tokens_reforwarded == (held if mode is Mode.DISCARD else 0)
+        assert counters.swaps_out == counters.swaps_in == (3 if mode is Mode.SWAP else 0)
+        assert counters.tokens_swapped == (held if mode is Mode.SWAP else 0)
+        assert [run.segments[1].cached_tokens > 0 for run in runs] == (
+            [False] * 3 if mode is Mode.DISCARD else [True] * 3
+        )
+        assert is_kept == (counters.discards == counters.swaps_out == 0)
+        await assert_all_is_free(engine)
+
+
+@both
+@pytest.mark.parametrize("mode", Mode)
+async def test_twenty_suspended_runs_all_end_in_a_pool_for_six(
+    runner: Runner, mode: Mode, tmp_path: Path
+) -> None:
+    alone = await sampled_alone(runner, 20)
+    longest = blocks_for(max(map(len, alone)))
+    options: dict[str, Any] = {
+        "suspend_policy": mode,
+        "swap_directory": tmp_path,
+        "reuse_prefixes": False,
+    }
+    with serving(runner, 6 * longest, **options) as engine:
+        runs = await open_runs(engine, 20)
+        num_suspended = 0
+        all_are_suspended = asyncio.Event()
+
+        async def answer_when_all_are(run: Run, suspension: Suspension) -> Resumption:
+            nonlocal num_suspended
+            num_suspended += 1
+            if num_suspended == 20:
+                all_are_suspended.set()
+            await all_are_suspended.wait()
+            answered = suspension.answer(dict.fromkeys(suspension.awaited, "sunny"))
+            return await resume_with(engine, run, answered)
+
+        async def play(run: Run) -> None:
+            await sample(engine, run, lambda suspension: answer_when_all_are(run, suspension))
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*map(play, runs))
+
+        assert logs(runs) == alone
+        counters = engine.counters
+        num_held = blocks_for(runs[0].tokens.spans[1].stop - 1)
+        assert counters.discards + counters.swaps_out >= 20 - 6 * longest // num_held
+        if mode is Mode.SWAP:  # suspended or not
+            assert counters.tokens_reforwarded == counters.discards == 0
+        elif not counters.discards + counters.preemptions:
+            assert counters.tokens_reforwarded == 0
+        await assert_all_is_free(engine)
+
+
+def damage_files(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file() and (size := path.stat().st_size):
+            path.write_bytes(b"x" * size)
+
+
+async def test_a_swap_file_that_is_damaged_costs_a_prefill_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = await sampled_alone(generic, 1)
+    with serving(generic, suspend_policy=Mode.SWAP, swap_directory=tmp_path) as engine:
+        [run] = await open_runs(engine, 1)
+
+        async def damage(suspension: Suspension) -> Resumption:
+            await engine.measure_memory()
+            damage_files(tmp_path)
+            answered = suspension.answer(dict.fromkeys(suspension.awaited, "sunny"))
+            return await resume_with(engine, run, answered)
+
+        await sample(engine, run, damage)
+
+        assert logs([run]) == alone
+        assert engine.counters.swaps_in == 0
+        assert engine.counters.tokens_reforwarded > 0
+        assert "a swapped cache is lost" in caplog.text
+
+
+async def test_what_cannot_be_swapped_out_is_discarded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = await sampled_alone(generic, 1)
+    options: dict[str, Any] = {
+        "suspend_policy": Mode.SWAP,
+        "swap_directory": tmp_path,
+        "swap_bytes": 100,
+    }
+    with serving(generic, **options) as engine:
+        [run] = await open_runs(engine, 1)
+
+        await sample(engine, run, Client(engine, run))
+
+        assert logs([run]) == alone
+        assert (engine.counters.swaps_out, engine.counters.discards) == (0, 1)
+        assert "cannot be swapped out" in caplog.text
+
+
+# --- Memory that does not suffice ----------------------------------------------------------------
+
+CAREFUL = SamplingParams(
+    temperature=1, seed=5, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.5
+)
+
+
+@both
+async def test_runs_that_do_not_fit_together_take_turns(runner: Runner) -> None:
+    """With penalties and a grammar, whose state is not in the cache."""
+    alone = await sampled_alone(runner, 6, CAREFUL)
+    longest = blocks_for(max(map(len, alone)))
+    # Two fit when they begin, and do not when they have grown.
+    with serving(runner, 2 * longest - 2, reuse_prefixes=False, gathering_seconds=1) as engine:
+        runs = await open_runs(engine, 6, CAREFUL)
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(sample(engine, run, Client(engine, run)) for run in runs))
+
+        assert logs(runs) == alone
+        assert engine.counters.preemptions + engine.counters.discards > 0
+        await assert_all_is_free(engine)
+
+
+@both
+async def test_what_is_kept_for_followers_goes_before_anything_else(runner: Runner) -> None:
+    with serving(runner, 40, reuse_prefixes=False) as engine:
+        kept = []
+        for run in await open_runs(engine, 4):
+            async with aclosing(engine.sample(run)) as outputs:
+                kept += [engine.snapshot(run) async for o in outputs if isinstance(o, SegmentEnded)]
+
+        assert engine.counters.kept_discards >= 2
+        assert engine.counters.preemptions == engine.counters.discards == 0
+        assert kept[-1].cache.num_tokens > 0
+        assert kept[0].cache.num_tokens == 0
+        del kept, run
+        await assert_all_is_free(engine)
+
+
+async def test_a_prompt_that_no_pool_could_hold_is_refused() -> None:
+    with serving(generic, 4) as engine:
+        assert engine.max_context == 64
+        with pytest.raises(ContextLengthExceededError, match="the context of 64"):
+            engine.open_run("run", [5] * 64, SEEDED, Constraint())
+        run = engine.open_run("run", [5] * 60, SEEDED, Constraint())
+        watched(engine).steering = lambda _: [70]
+
+        outputs = await sample(engine, run)
+
+        assert isinstance(outputs[-1], SegmentEnded)
+        assert outputs[-1].reason is StopReason.CONTEXT_LENGTH
+        assert len(run.tokens) == 64
+
+
+async def test_a_consumer_that_is_gone_for_long_does_not_keep_its_memory() -> None:
+    with serving(paged, 24, reuse_prefixes=False) as engine:
+        slow, *others = await open_runs(engine, 3)
+        alone = (await sampled_alone(paged, 1))[0]
+        async with aclosing(engine.sample(slow)) as outputs:
+            text = [await anext(o.text async for o in outputs if isinstance(o, TextDelta))]
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await asyncio.gather(*(sample(engine, run) for run in others))
+            text += [o.text async for o in outputs if isinstance(o, TextDelta)]
+
+        assert engine.counters.preemptions > 0
+        assert slow.tokens.ids == alone[: len(slow.tokens)]
+        assert slow.tokens_reforwarded > 0
+
+
+# --- Prefixes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sources", "shares"),
+    [
+        (Sources(salt="a"), True),
+        (Sources(salt="b"), False),
+        (Sources(), False),
+        (Sources(salt="a", reuses_prefixes=False), False),
+    ],
+    ids=["same salt", "another salt", "no salt", "no reuse"],
+)
+async def test_a_prompt_that_was_read_is_shared_within_its_salt(
+    sources: Sources, shares: bool
+) -> None:
+    with serving(paged) as engine:
+        params = replace(SEEDED, max_output_tokens=4)
+        prompt = list(range(3, 103))
+        first = engine.open_run("first", prompt, params, Constraint(), Sources(salt="a"))
+        await sample(engine, first)
+        run = engine.open_run("second", prompt, params, Constraint(), sources)
+
+        await sample(engine, run)
+
+        assert run.num_inherited == run.segments[0].cached_tokens == (96 if shares else 0)
+        assert run.tokens.ids == first.tokens.ids
+
+
+async def test_an_engine_that_reuses_no_prefixes_shares_none() -> None:
+    with serving(paged, reuse_prefixes=False) as engine:
+        params = replace(SEEDED, max_output_tokens=2)
+        first, second = [engine.open_run("", range(3, 103), params, Constraint()) for _ in range(2)]
+
+        await sample(engine, first)
+        await sample(engine, second)
+
+        assert second.num_inherited == 0
+        assert (await engine.measure_memory()).num_cached == 0
+
+
+async def test_prompts_that_begin_alike_are_computed_once_even_if_they_come_at_once() -> None:
+    with serving(paged, prefill_chunk=16) as engine:
+        params = replace(SEEDED, max_output_tokens=2)
+        runs = [
+            engine.open_run(f"{i}", [*range(3, 99), 100 + i, 7], params, Constraint())
+            for i in range(4)
+        ]
+
+        await asyncio.gather(*(sample(engine, run) for run in runs))
+
+        assert sorted(run.num_inherited for run in runs) == [0, 96, 96, 96]
+        assert engine.counters.tokens_reforwarded == 0
+
+
+@pytest.mark.parametrize("wishes", [True, False], ids=["a wish", "the generator closed"])
+async def test_what_ran_ahead_and_was_swapped_out_is_undone(wishes: bool, tmp_path: Path) -> None:
+    with serving(
+        paged, 8, suspend_policy=Mode.SWAP, swap_directory=tmp_path, reuse_prefixes=False
+    ) as engine:
+        watched(engine).steering = lambda _: [70, 71]
+        slow = engine.open_run("slow", [5] * 40, replace(SEEDED, max_output_tokens=4), Constraint())
+        async with aclosing(engine.sample(slow)) as outputs:
+            await anext(output async for output in outputs if isinstance(output, TextDelta))
+            params = replace(SEEDED, max_output_tokens=2)
+            await sample(engine, engine.open_run("other", [6] * 100, params, Constraint()))
+            assert engine.counters.swaps_out == 1
+            if wishes:
+                slow.wanted_stop = StopReason.CANCELLED
+                async for _ in outputs:
+                    pass
+        del outputs
+
+        assert slow.state is RunState.CANCELLED
+        await assert_all_is_free(engine)
+
+
+async def test_what_a_cancelled_warm_up_took_can_be_had_by_others() -> None:
+    with serving(generic, 8, reuse_prefixes=False) as engine:
+        watched(engine).steering = lambda _: [70, 71]
+        first, second = engine.new_snapshot([5] * 40), engine.new_snapshot([5] * 40)
+        await engine.warm_up(first)
+        gate = Gate()
+        watched(engine).before_step = lambda _: gate.pass_through()
+        params = replace(SEEDED, max_output_tokens=1)
+        run = engine.open_run("run", [6] * 10, params, Constraint())
+        sampling = asyncio.create_task(sample(engine, run))
+        await gate.wait_until_begun()
+        warming_up = asyncio.create_task(engine.warm_up(second, [first]))
+        await let_the_loop_turn()
+        warming_up.cancel()
+        await let_the_loop_turn()
+        gate.open()
+        watched(engine).before_step = lambda _: None
+        await asyncio.wait([sampling, warming_up])
+
+        params = replace(SEEDED, max_output_tokens=2)
+        large = engine.open_run("large", [7] * 100, params, Constraint())
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await sample(engine, large)
+
+        assert large.state is RunState.INCOMPLETE
+
+
+# --- Steps that fail -----------------------------------------------------------------------------
+
+
+@both
+async def test_an_error_that_stays_fails_the_runs_of_its_step_and_no_other(runner: Runner) -> None:
+    alone = await sampled_alone(runner, 3)
+    with serving(runner) as engine:
+        suspended, *hit = await open_runs(engine, 3)
+        until = asyncio.Event()
+        async with aclosing(
+            engine.sample(suspended, answering(engine, suspended, until))
+        ) as outputs:
+            await until_suspended(outputs)
+
+            def fail(_: Sequence[Piece]) -> None:
+                raise RuntimeError("broken")
+
+            watched(engine).before_step = fail
+            errors = await asyncio.gather(
+                *(sample(engine, run) for run in hit), return_exceptions=True
+            )
+            watched(engine).before_step = lambda _: None
+            until.set()
+            async for _ in outputs:
+                pass
+
+        assert [type(error) for error in errors] == [EngineError] * 2
+        assert {run.state for run in hit} == {RunState.FAILED}
+        assert suspended.tokens.ids == alone[0]
+        del errors, outputs
+        await assert_all_is_free(engine)
+
+
+@both
+async def test_an_error_that_goes_away_fails_nobody(runner: Runner) -> None:
+    alone = await sampled_alone(runner, 4)
+    with serving(runner, gathering_seconds=1) as engine:
+        runs = await open_runs(engine, 4)
+
+        def fail_in_company(pieces: Sequence[Piece]) -> None:
+            if len(pieces) > 2:
+                raise RuntimeError("too many")
+
+        watched(engine).before_step = fail_in_company
+
+        await asyncio.gather(*(sample(engine, run, Client(engine, run)) for run in runs))
+
+        assert logs(runs) == alone
+        assert max(map(len, watched(engine).steps)) == 4
+
+
+@both
+async def test_where_memory_runs_out_what_is_parked_goes_and_the_step_is_taken_again(
+    runner: Runner,
+) -> None:
+    alone = await sampled_alone(runner, 2)
+    with serving(runner, reuse_prefixes=False) as engine:
+        kept, run = await open_runs(engine, 2)
+        async with aclosing(engine.sample(kept)) as outputs:
+            [snapshot] = [
+                engine.snapshot(kept) async for o in outputs if isinstance(o, SegmentEnded)
+            ]
+        is_first = iter([True])
+
+        def fail_once(_: Sequence[Piece]) -> None:
+            if next(is_first, False):
+                raise MemoryError("no memory left")
+
+        watched(engine).before_step = fail_once
+
+        await sample(engine, run, Client(engine, run))
+
+        assert run.tokens.ids == alone[1]
+        assert snapshot.cache.num_tokens == 0
+        assert engine.counters.kept_discards == 1
+
+
+@both
+async def test_where_memory_stays_short_the_run_fails_and_says_so(runner: Runner) -> None:
+    with serving(runner) as engine:
+        runs = await open_runs(engine, 2)
+
+        def fail(_: Sequence[Piece]) -> None:
+            raise torch.OutOfMemoryError("no memory left")
+
+        watched(engine).before_step = fail
+        errors = await asyncio.gather(*(sample(engine, r) for r in runs), return_exceptions=True)
+        watched(engine).before_step = lambda _: None
+
+        assert [str(error) for error in errors] == ["out of memory: no memory left"] * 2
+        [later] = await open_runs(engine, 1)
+        await sample(engine, later)
+        assert later.state is RunState.COMPLETED
+
+
+async def test_a_mistake_in_planning_ends_runs_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(generic) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("sampler.stepper.schedule", lambda _: 1 / 0)
+            [run] = await open_runs(engine, 1)
+            with pytest.raises(EngineError):
+                await sample(engine, run)
+        [later] = await open_runs(engine, 1)
+
+        await sample(engine, later)
+
+        assert later.state is RunState.COMPLETED
+
+
+async def test_whoever_is_sampled_when_the_engine_is_closed_is_cancelled() -> None:
+    with serving(paged) as engine:
+        [run] = await open_runs(engine, 1)
+        gate = Gate()
+        watched(engine).before_step = lambda _: gate.pass_through()
+        sampling = asyncio.ensure_future(sample(engine, run))
+        await gate.wait_until_begun()
+        gate.open()
+        engine.close()
+
+        with pytest.raises(asyncio.CancelledError):
+            await sampling
+        assert run.state is RunState.CANCELLED
