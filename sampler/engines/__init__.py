@@ -1,0 +1,1 @@
+"""Back-ends other than a model of our own, behind the same interface."""
