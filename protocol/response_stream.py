@@ -23,7 +23,7 @@ numbered with the rest.
 """
 
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 import msgspec
@@ -72,7 +72,10 @@ Extension: TypeAlias = JsonObject | Struct
 """The content of ``suspend:run``. It is copied, so the caller may go on counting in it."""
 
 
-class StreamState(Enum):
+# Strings, because each delta looks up its step, and other enums are hashed by a Python function.
+
+
+class StreamState(StrEnum):
     NEW = "new"
     QUEUED = "queued"
     BETWEEN_ITEMS = "between_items"
@@ -83,7 +86,7 @@ class StreamState(Enum):
     FINISHED = "finished"
 
 
-class Step(Enum):
+class Step(StrEnum):
     QUEUE = "queue"
     START = "start"
     TEXT = "text"  # or refusal, which is another part of the message

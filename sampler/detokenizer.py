@@ -10,13 +10,15 @@ import codecs
 
 from sampler.tokenizer import Tokenizer
 
+_Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class Detokenizer:
     """The incremental decoder of one run."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = _Decoder(errors="replace")
 
     @property
     def is_in_character(self) -> bool:

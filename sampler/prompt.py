@@ -166,4 +166,6 @@ def _answerable(
     """Return the calls of ``turn``, after those made ``before`` that are answered only now."""
     own = {call.call_id for call in [*turn.calls, *calls_in(following)]}
     late = {item.call_id for item in following if isinstance(item, CallOutput)} - own
+    if not late:
+        return list(turn.calls)
     return [*(call for call in calls_in(before) if call.call_id in late), *turn.calls]

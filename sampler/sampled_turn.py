@@ -68,6 +68,7 @@ class SampledTurn:
         self._detokenizer = detokenizer
         self._parser = TurnParser(may_call=may_call, thinks=thinks, think_is_open=think_is_open)
         self._num_tokens = 0
+        self._num_characters = 0
         self._logprobs = _PendingLogprobs(detokenizer.tokenizer)
         self._call: _Call | None = None
 
@@ -79,8 +80,10 @@ class SampledTurn:
     def feed(self, token_id: int, logprobs: TokenLogprobs | None = None) -> list[TurnOutput]:
         """Take the next sampled token and return what it decides."""
         text = self._detokenizer.feed(token_id)
-        self._logprobs.add(logprobs, len(text), is_in_character=self._detokenizer.is_in_character)
         self._num_tokens += 1
+        self._num_characters += len(text)
+        if logprobs is not None:
+            self._logprobs.add(logprobs, self._num_characters + self._detokenizer.is_in_character)
         was_in_thought = self._parser.is_in_thought
         parsed = self._parser.feed(text)
         if was_in_thought or self._parser.is_in_thought:
@@ -142,16 +145,12 @@ class _PendingLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._num_characters = 0
         self._pending: deque[tuple[int, TokenLogprobs]] = deque()
 
-    def add(
-        self, logprobs: TokenLogprobs | None, num_characters: int, *, is_in_character: bool
-    ) -> None:
-        """Note a token that completes ``num_characters``, and may begin another one."""
-        self._num_characters += num_characters
-        if logprobs and self._tokenizer.token_bytes(logprobs.token_id):
-            self._pending.append((self._num_characters + is_in_character, logprobs))
+    def add(self, logprobs: TokenLogprobs, end: int) -> None:
+        """Note a token that ends in the character before ``end``."""
+        if self._tokenizer.token_bytes(logprobs.token_id):
+            self._pending.append((end, logprobs))
 
     def take(self, start: int, stop: int) -> tuple[Logprob, ...]:
         """Return those of the tokens that end in the text from ``start`` to ``stop``, and forget

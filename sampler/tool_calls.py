@@ -349,7 +349,9 @@ class _ObjectScanner:
 
 def _overlap(text: str, marker: str) -> int:
     """Return the length of the longest tail of ``text`` that begins ``marker``."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
+    start = max(0, len(text) - len(marker) + 1)
+    while (start := text.find(marker[0], start)) >= 0:
+        if marker.startswith(text[start:]):
+            return len(text) - start
+        start += 1
     return 0

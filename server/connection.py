@@ -7,7 +7,6 @@ nothing for too long is taken for gone.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
 from contextlib import suppress
 from itertools import count
 from traceback import clear_frames
@@ -81,6 +80,9 @@ class Connection:
         self._lanes: dict[str | None, Lane] = {}
         self._warm_ups: dict[str, asyncio.Task[None]] = {}
         self._numbers = count()
+        self._num_sending = 0
+        self._unread_since = 0.0
+        """Since when the client has read nothing of what is being sent, in monotonic seconds."""
 
     async def serve(self) -> None:
         """Accept the connection and serve it. On return nothing of it is held any more."""
@@ -100,6 +102,7 @@ class Connection:
             async with self._tasks:
                 self._tasks.create_task(self._expire())
                 self._tasks.create_task(self._tidy())
+                self._tasks.create_task(self._watch())
                 await self._read()
                 raise ConnectionEndedError
         except BaseExceptionGroup as group:
@@ -211,18 +214,17 @@ class Connection:
         """Send an event of a lane; those of the default lane name none."""
         if lane is not None:
             event = msgspec.structs.replace(event, stream_id=lane)
-        await self._in_time(self._websocket.send_text(encode(event).decode()))
-
-    async def _in_time(self, sending: Awaitable[None]) -> None:
+        if not self._num_sending:
+            self._unread_since = time.monotonic()
+        self._num_sending += 1
         try:
-            async with asyncio.timeout(self.services.settings.send_timeout_seconds):
-                await sending
-        except TimeoutError:
-            logger.info("a client reads nothing any more; its connection ends")
-            raise ConnectionEndedError from None
+            await self._websocket.send_text(encode(event).decode())
         except RuntimeError as error:
             # The server refused a frame of the client and closed, before we were told.
             raise WebSocketDisconnect(ABNORMAL_CLOSURE) from error
+        finally:
+            self._num_sending -= 1
+            self._unread_since = time.monotonic()
 
     async def refuse(self, error: ProtocolError, lane: str | None) -> None:
         """Send an error of a lane."""
@@ -267,6 +269,19 @@ class Connection:
         await self._close(NORMAL_CLOSURE)
         raise ConnectionEndedError
 
+    async def _watch(self) -> None:
+        """End the connection when its client has read nothing for too long.
+
+        A timer for each frame would cost more than to make the frame.
+        """
+        limit = self.services.settings.send_timeout_seconds
+        while True:
+            waited = time.monotonic() - self._unread_since if self._num_sending else 0.0
+            if waited >= limit:
+                logger.info("a client reads nothing any more; its connection ends")
+                raise ConnectionEndedError
+            await asyncio.sleep(limit - waited)
+
     async def _tidy(self) -> None:
         """Let go of caches that nobody came back for."""
         ttl = self.services.settings.suspend_ttl_seconds
@@ -280,7 +295,7 @@ class Connection:
 
     async def _fill(self, snapshot: Snapshot) -> None:
         with suppress(EngineError):  # whoever follows prefills it again
-            await self.services.engine.warm_up(snapshot, self.memory.snapshots)
+            await self.services.engine.warm_up(snapshot, self.memory.sources.snapshots)
 
     def stop_warming_up(self, response_id: str) -> None:
         """Leave a cache as far as it was filled."""

@@ -288,7 +288,7 @@ class Lane:
             async for event in events:
                 await self._peer.send(event, self.name)
                 # What is said in between takes the next number.
-                if responder.stream.is_latest(event):
+                if not self._inbox.empty() and responder.stream.is_latest(event):
                     await self._look_for_messages()
         if self._table.state is LaneState.SAMPLING:
             self._table.apply(LaneEvent.FINISH)
