@@ -13,11 +13,15 @@ import platformdirs
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress as ProgressBars
 
-from sampler.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError
+from sampler.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, Progress
 from sampler.engine import Engine
+from sampler.engines.script import Script
+from sampler.engines.simulated import SMOLLM2_KV, simulated_model
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
+from sampler.runner_choice import RunnerChoiceError, RunnerOptions
+from sampler.suspension_policy import Mode as SuspendPolicy
 from server.access import ApiKeyFileError, ApiKeys
 from server.app import create_app
 from server.process import Server, server_config
@@ -38,6 +42,8 @@ class Dtype(StrEnum):
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 class LogLevel(StrEnum):
@@ -47,10 +53,21 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-_MISTAKES = (SettingsError, ApiKeyFileError, ModelLoadError, EmbeddedModelError, StoreError)
+_MISTAKES = (
+    SettingsError,
+    ApiKeyFileError,
+    RunnerChoiceError,
+    ModelLoadError,
+    EmbeddedModelError,
+    StoreError,
+)
+
+_GIB = 1 << 30
 
 _listening = partial(typer.Option, rich_help_panel="Listening")
 _model = partial(typer.Option, rich_help_panel="Model")
+_cache = partial(typer.Option, rich_help_panel="KV cache")
+_simulated = partial(typer.Option, rich_help_panel="Simulated accelerator")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _access = partial(typer.Option, rich_help_panel="Access")
 _limit = partial(typer.Option, rich_help_panel="Limits")
@@ -70,9 +87,79 @@ def main(
         _model(help="A local path or Hugging Face id.", show_default="the embedded model"),
     ] = None,
     device: Annotated[Device, _model(help="Where the model runs.")] = Device.AUTO,
-    dtype: Annotated[Dtype, _model(help="auto: bfloat16 on CUDA, float32 elsewhere.")] = Dtype.AUTO,
+    dtype: Annotated[
+        Dtype,
+        _model(
+            help="What the weights are kept in. auto: bfloat16 on CUDA; on a processor int4 for "
+            "models that were published in 4 bits, and int8 for others, where they are compiled."
+        ),
+    ] = Dtype.AUTO,
+    exact: Annotated[
+        bool, _model("--exact", help="Compute in float32, and no token depends on other runs.")
+    ] = False,
     threads: Annotated[
-        int | None, _model(min=1, help="CPU threads of the model.", show_default="torch's")
+        int | None,
+        _model(min=1, help="CPU threads of the model.", show_default="one per core, at most 8"),
+    ] = None,
+    simulate: Annotated[
+        float | None,
+        _simulated(
+            min=0,
+            metavar="TOKENS/S",
+            help="Simulate an accelerator that samples this fast, instead of a model; 0 is as fast "
+            "as can be. What it says is made up.",
+            show_default="a real model",
+        ),
+    ] = None,
+    simulate_prefill: Annotated[
+        float,
+        _simulated(
+            min=0, metavar="TOKENS/S", help="Tokens of prompts it reads a second; 0 as above."
+        ),
+    ] = 0,
+    simulate_calls: Annotated[
+        int, _simulated(min=0, help="Turns in which it calls a tool before it answers.")
+    ] = 0,
+    simulate_tool: Annotated[
+        str, _simulated(help="The tool it calls, without arguments.")
+    ] = "tool",
+    simulate_words: Annotated[int, _simulated(min=1, help="Tokens of its answer.")] = 64,
+    kv_memory: Annotated[
+        float | None,
+        _cache(
+            min=0,
+            metavar="GIB",
+            help="Memory for keys and values, in GiB.",
+            show_default="half of what is free",
+        ),
+    ] = None,
+    suspend_policy: Annotated[
+        SuspendPolicy,
+        _cache(
+            help="What becomes of the cache of a suspended run. auto: it stays until memory is "
+            "wanted; then the least useful ones are swapped out or discarded."
+        ),
+    ] = SuspendPolicy.AUTO,
+    swap_dir: Annotated[
+        Path | None,
+        _cache(help="Where caches are swapped out to.", show_default="the temporary directory"),
+    ] = None,
+    swap_limit: Annotated[
+        float | None,
+        _cache(
+            min=0,
+            metavar="GIB",
+            help="The most that is swapped out, in GiB.",
+            show_default="no limit",
+        ),
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        _cache(
+            min=1,
+            help="Tokens of prompts in one step: by so much a new run delays those that sample.",
+            show_default="128 where the model is compiled, 512 otherwise",
+        ),
     ] = None,
     seed: Annotated[
         int | None,
@@ -177,9 +264,13 @@ def main(
     The first SIGTERM or Ctrl-C lets what is being sampled end, the second ends the process.
     """
     _set_up_logging(log_level)
-    if threads is not None:
-        torch.set_num_threads(threads)
     with _mistakes_told():
+        options = RunnerOptions(
+            dtype=dtype.value,
+            is_exact=exact,
+            kv_memory=None if kv_memory is None else round(kv_memory * _GIB),
+            num_threads=threads,
+        )
         settings = Settings(
             seed=seed,
             host=host,
@@ -209,10 +300,22 @@ def main(
             ApiKeys.from_file(api_key_file)  # before a model is loaded, which may take minutes
         for warning in settings.warnings():
             logger.warning("%s", warning)
-        loaded = _load(model, device, dtype)
+        if simulate is None:
+            loaded = _load(model, device, options)
+            torch.set_num_threads(loaded.runner.torch_threads(options.threads))
+        else:
+            script = Script.of_calls(simulate_calls, simulate_tool, num_words=simulate_words)
+            loaded = _load_simulated(simulate or None, simulate_prefill or None, script, options)
         if max_forced_string is None:
             max_forced_string = 64 if loaded.name == EMBEDDED_MODEL_NAME else 0
-        engine = Engine(loaded, max_forced_string=max_forced_string)
+        engine = Engine(
+            loaded,
+            max_forced_string=max_forced_string,
+            prefill_chunk=prefill_chunk,
+            suspend_policy=suspend_policy,
+            swap_directory=swap_dir,
+            swap_bytes=None if swap_limit is None else round(swap_limit * _GIB),
+        )
         try:
             _serve(engine, settings, port)
         finally:
@@ -252,15 +355,36 @@ def _is_an_error(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("ASGI callable returned without completing ")
 
 
-def _load(model: str | None, device: Device, dtype: Dtype) -> LoadedModel:
+def _load(model: str | None, device: Device, options: RunnerOptions) -> LoadedModel:
+    with _conversion_shown() as progress:
+        return load_model(model, device=device.value, options=options, progress=progress)
+
+
+def _load_simulated(
+    decode_rate: float | None, prefill_rate: float | None, script: Script, options: RunnerOptions
+) -> LoadedModel:
+    kv_memory = options.kv_memory_on(torch.device("cpu"))
+    with _conversion_shown() as progress:
+        return simulated_model(
+            decode_rate,
+            prefill_rate,
+            script=script,
+            kv_format=SMOLLM2_KV,
+            kv_memory=kv_memory,
+            progress=progress,
+        )
+
+
+@contextmanager
+def _conversion_shown() -> Iterator[Progress]:
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("converting the model (once)", visible=False)
+    with ProgressBars(console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("converting the model (once)", visible=False)
 
         def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, visible=True)
+            bars.update(task, completed=done, total=total, visible=True)
 
-        return load_model(model, device=device.value, dtype=dtype.value, progress=show)
+        yield show
 
 
 def _serve(engine: Engine, settings: Settings, port: int) -> None:

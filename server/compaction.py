@@ -54,7 +54,7 @@ from sampler.params import Constraint, SamplingParams
 from sampler.prompt import Prompt, longest_known
 from sampler.recorded_turn import Item, calls_in, expanded
 from sampler.run import Run, StopReason
-from sampler.snapshot import Snapshot
+from sampler.snapshot import Snapshot, Sources
 from server.past_response import new_id, with_ids
 from server.run_report import usage_of
 from server.telemetry import Telemetry
@@ -190,7 +190,7 @@ class Compactor:
         run_id: str,
         conversation: Conversation,
         prompts: Iterable[Prompt],
-        snapshots: Iterable[Snapshot],
+        sources: Sources,
     ) -> Compacting:
         """Return what ``summarise`` goes on with; nothing is sampled yet.
 
@@ -198,7 +198,7 @@ class Compactor:
             run_id: the id of the run that will sample the summary.
             conversation: may be longer than the context.
             prompts: what may be known of its ids.
-            snapshots: caches to start from.
+            sources: what to start from.
 
         Raises:
             ContextLengthExceededError: even its last turn is too long.
@@ -206,7 +206,7 @@ class Compactor:
             GrammarError: its tools are more than a grammar can hold.
         """
         left = await self._bounded(outline(conversation.items), self._max_context)
-        run = await self._open_run(run_id, conversation, prompts, snapshots)
+        run = await self._open_run(run_id, conversation, prompts, sources)
         return Compacting(conversation.items, left, run)
 
     async def begin_where_it_saves(
@@ -214,7 +214,7 @@ class Compactor:
         run_id: str,
         prompt: Prompt,
         prompts: Iterable[Prompt],
-        snapshots: Iterable[Snapshot],
+        sources: Sources,
         *,
         max_tokens: int,
     ) -> Compacting | None:
@@ -224,7 +224,7 @@ class Compactor:
             run_id: the id of the run that will sample the summary.
             prompt: of the conversation; may be longer than the context.
             prompts: what may be known of its ids.
-            snapshots: caches to start from.
+            sources: what to start from.
             max_tokens: how long the conversation should be.
         """
         conversation = prompt.conversation
@@ -233,7 +233,7 @@ class Compactor:
             least = await self._filled(conversation, left, Compaction(""))
             if len(least.token_ids) + MAX_SUMMARY_TOKENS >= len(prompt.token_ids):
                 return None
-            run = await self._open_run(run_id, conversation, prompts, snapshots)
+            run = await self._open_run(run_id, conversation, prompts, sources)
             return Compacting(conversation.items, left, run)
         except (ContextLengthExceededError, ConversationError, GrammarError):
             return None
@@ -271,7 +271,7 @@ class Compactor:
 
     @property
     def _max_context(self) -> int:
-        return self._engine.model.runner.max_context
+        return self._engine.max_context
 
     async def _bounded(self, left: Outline[Item], max_tokens: int) -> Outline[Item]:
         """Return ``left`` without the oldest of the user's messages, if they are too long."""
@@ -294,7 +294,7 @@ class Compactor:
         run_id: str,
         conversation: Conversation,
         prompts: Iterable[Prompt],
-        snapshots: Iterable[Snapshot],
+        sources: Sources,
     ) -> Run:
         """Return the run that samples the summary of ``conversation``."""
         chat_format = self._engine.model.chat_format
@@ -313,7 +313,7 @@ class Compactor:
         await self._engine.check_constraint(constraint)
         params = SamplingParams(temperature=0, max_output_tokens=budget)
         self._telemetry.pre_inference.inc()
-        return self._engine.open_run(run_id, prompt.token_ids, params, constraint, snapshots)
+        return self._engine.open_run(run_id, prompt.token_ids, params, constraint, sources)
 
 
 def _is_by_user(item: Item) -> TypeGuard[Message]:

@@ -17,7 +17,7 @@ from protocol.items import InputItem, ItemReference
 from sampler.echoes import TurnIndex
 from sampler.prompt import Prompt
 from sampler.recorded_turn import Item, TurnItem, expanded
-from sampler.snapshot import Snapshot
+from sampler.snapshot import Sources
 from server.past_response import PastResponse, unpack
 from server.response_store import ResponseStore, StoredResponse
 
@@ -157,9 +157,11 @@ class Memory:
         return [past.prompt for past in self._kept.values() if past.prompt]
 
     @property
-    def snapshots(self) -> list[Snapshot]:
-        """The caches that a new run may start from."""
-        return [past.snapshot for past in self._kept.values() if past.snapshot]
+    def sources(self) -> Sources:
+        """What a new run may start from: caches of past responses, and prompts of the same key that
+        begin alike. Where no responses are kept, nothing at all."""
+        snapshots = [past.snapshot for past in self._kept.values() if past.snapshot]
+        return Sources(snapshots, self.key_id, reuses_prefixes=self._max_responses != 0)
 
     # --- Keeping and forgetting -------------------------------------------------------------------
 

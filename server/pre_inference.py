@@ -26,7 +26,7 @@ from sampler.params import Constraint, SamplingParams
 from sampler.prompt import Prompt, longest_known
 from sampler.recorded_turn import Item, expanded
 from sampler.run import Run
-from sampler.snapshot import Snapshot
+from sampler.snapshot import Sources
 from server.compaction import Compacting, Compactor, as_compacted, settled
 from server.memory import Memory
 from server.past_response import PastResponse, new_id, with_ids
@@ -87,10 +87,10 @@ class PreInference:
         """
         started_at = time.monotonic()
         # Their lanes may go on meanwhile, and forget them.
-        prompts, snapshots = memory.prompts, memory.snapshots
+        prompts, sources = memory.prompts, memory.sources
         lay_out = self._engine.lay_out if params.generate else self._engine.lay_out_beginning
         prepared = await self._prepare(params, memory, prompts, lay_out)
-        ready = await self._with_run(prepared, prompts, snapshots)
+        ready = await self._with_run(prepared, prompts, sources)
         return replace(ready, pre_inference_seconds=time.monotonic() - started_at)
 
     async def count_tokens(self, params: CreateParams, memory: Memory) -> int:
@@ -146,7 +146,7 @@ class PreInference:
         """
         self._check_model(params.model)
         parent = await self._parent(params.previous_response_id, memory)
-        prompts, snapshots = memory.prompts, memory.snapshots
+        prompts, sources = memory.prompts, memory.sources
         history = await self._history(params.input, params.instructions, parent, memory)
         check_calls_are_answered(expanded(settled(history)))
         read = parent.prompt.conversation if parent and parent.prompt else Conversation(())
@@ -155,7 +155,7 @@ class PreInference:
             history, params.instructions or read.instructions, tools, read.enable_thinking
         )
         with refused("input"):
-            return await self._compactor.begin(new_id("resp"), conversation, prompts, snapshots)
+            return await self._compactor.begin(new_id("resp"), conversation, prompts, sources)
 
     def _check_model(self, name: str) -> None:
         if name != self._engine.model.name:
@@ -197,17 +197,17 @@ class PreInference:
                 await self._engine.check_tool(tool)
 
     async def _with_run(
-        self, prepared: Prepared, prompts: Sequence[Prompt], snapshots: Sequence[Snapshot]
+        self, prepared: Prepared, prompts: Sequence[Prompt], sources: Sources
     ) -> Prepared:
         """Return ``prepared`` with what is to be sampled first, if anything is."""
-        if compacting := await self._compacting(prepared, prompts, snapshots):
+        if compacting := await self._compacting(prepared, prompts, sources):
             return replace(prepared, compacting=compacting)
         prompt = await self._fitting(prepared.prompt, prepared.params)
-        run = self.open_run(prepared, prompt, snapshots) if prepared.params.generate else None
+        run = self.open_run(prepared, prompt, sources) if prepared.params.generate else None
         return replace(prepared, prompt=prompt, run=run)
 
     async def _compacting(
-        self, prepared: Prepared, prompts: Sequence[Prompt], snapshots: Sequence[Snapshot]
+        self, prepared: Prepared, prompts: Sequence[Prompt], sources: Sources
     ) -> Compacting | None:
         """Return how the conversation is to be compacted, if it is to be and can be."""
         params, prompt = prepared.params, prepared.prompt
@@ -215,7 +215,7 @@ class PreInference:
         if not params.generate or threshold is None or len(prompt.token_ids) <= threshold:
             return None
         return await self._compactor.begin_where_it_saves(
-            prepared.id, prompt, prompts, snapshots, max_tokens=threshold
+            prepared.id, prompt, prompts, sources, max_tokens=threshold
         )
 
     async def _fitting(self, prompt: Prompt, params: CreateParams) -> Prompt:
@@ -261,7 +261,7 @@ class PreInference:
             think_is_open=chat_format.opens_thinking(prompt.token_ids),
         )
 
-    def open_run(self, prepared: Prepared, prompt: Prompt, snapshots: Iterable[Snapshot]) -> Run:
+    def open_run(self, prepared: Prepared, prompt: Prompt, sources: Sources) -> Run:
         """Return the run of ``prepared``, which is to go on from ``prompt``.
 
         Raises:
@@ -280,7 +280,7 @@ class PreInference:
         constraint = self.constraint(params, prepared.tools, prepared.choice, prompt)
         with refused("input"):
             run = self._engine.open_run(
-                prepared.id, prompt.token_ids, sampling, constraint, snapshots
+                prepared.id, prompt.token_ids, sampling, constraint, sources
             )
         self._telemetry.pre_inference.inc()
         return run

@@ -7,8 +7,9 @@ it says at the end of one is the whole difference between the dialects.
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Collection, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, nullcontext
+from dataclasses import replace
 from typing import Any, TypeGuard, assert_never
 
 import msgspec
@@ -88,6 +89,7 @@ class Responder:
         self._failure: ProtocolError | None = None
         self._post_inference_seconds: float | None = None
         self._num_recorded = 0  # output items that belong to recorded turns
+        self._calls: dict[str, OutputCall] = {}  # those among them, by their call ids
         self.stream = self._new_stream()
 
     @property
@@ -107,16 +109,15 @@ class Responder:
         return self.stream.response
 
     @property
-    def call_ids(self) -> set[str]:
+    def call_ids(self) -> Collection[str]:
         """The ids of all calls that this response has made."""
-        return {item.call_id for item in filter(_is_call, self.stream.output)}
+        return self._calls.keys()
 
     @property
     def unanswered_calls(self) -> list[OutputCall]:
         """The calls that the response has stopped for."""
-        last = self.prompt.conversation.items[-1:]
-        waiting = {call.call_id for call in calls_in(last)}
-        return [call for call in filter(_is_call, self.stream.output) if call.call_id in waiting]
+        last = calls_in(self.prompt.conversation.items[-1:])
+        return [self._calls[call.call_id] for call in last if call.call_id in self._calls]
 
     # --- Ending early -----------------------------------------------------------------------------
 
@@ -224,7 +225,9 @@ class Responder:
             return self._end_cancelled()
         try:
             run = self._services.pre_inference.open_run(
-                self.prepared, compacted.prompt, [compacted.snapshot]
+                self.prepared,
+                compacted.prompt,
+                replace(self._memory.sources, snapshots=[compacted.snapshot]),
             )
         except ProtocolError as error:
             return self._fail(error.code or "server_error", error.message)
@@ -330,6 +333,7 @@ class Responder:
         """Keep the response as it is at rest: over, or suspended."""
         items = self.stream.output[self._num_recorded :]
         self._num_recorded = len(self.stream.output)
+        self._calls |= {call.call_id: call for call in filter(_is_call, items)}
         self._wire_items += [msgspec.to_builtins(item) for item in items]
         said = map(as_input, filter(_is_whole, items))
         self.prompt = self.prompt.after(
@@ -415,7 +419,12 @@ class Responder:
 
     def _report(self) -> dict[str, Any]:
         post = self._post_inference_seconds or 0.0
-        return run_report(self._runs, self.prepared.pre_inference_seconds, post)
+        return run_report(
+            self._runs,
+            self.prepared.pre_inference_seconds,
+            post,
+            is_simulated=self._services.engine.model.is_simulated,
+        )
 
 
 def _is_call(item: OutputItem) -> TypeGuard[OutputCall]:

@@ -18,7 +18,11 @@ def usage_of(segments: Sequence[Segment]) -> Usage:
 
 
 def run_report(
-    runs: Sequence[Run], pre_inference_seconds: float, post_inference_seconds: float
+    runs: Sequence[Run],
+    pre_inference_seconds: float,
+    post_inference_seconds: float,
+    *,
+    is_simulated: bool,
 ) -> dict[str, Any]:
     """Return the content of ``suspend:run``: totals so far, times in seconds.
 
@@ -27,11 +31,12 @@ def run_report(
             conversation, whose work counts in the totals.
         pre_inference_seconds: what was done before the first.
         post_inference_seconds: what was done after the last.
+        is_simulated: whether there was no model. Then the report says so.
     """
     run = runs[-1]
     segments = [segment for run in runs for segment in run.segments]
     usage = usage_of(segments)
-    return {
+    report = {
         "id": run.id,
         "seed": run.params.seed,
         "segments": len(run.segments),
@@ -55,3 +60,4 @@ def run_report(
             "post_inference": post_inference_seconds,
         },
     }
+    return {**report, "simulated": True} if is_simulated else report

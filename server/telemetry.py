@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sampler.cache_pool import BLOCK_SIZE
 from sampler.engine import Engine
 from sampler.run import RunState, Segment
 
@@ -58,33 +59,49 @@ class Telemetry:
         return generate_latest(self._registry)
 
 
+_COUNTS = {
+    "tokens_forwarded": "Positions that went through the model.",
+    "tokens_reforwarded": "Positions that went through the model again for the same run.",
+    "tokens_sampled": "Tokens sampled.",
+    "forward_passes": "Forward passes; runs that share one count once.",
+    "swaps_out": "Caches of runs that were written to a file.",
+    "swaps_in": "Caches of runs that were read back.",
+    "tokens_swapped": "Positions that were swapped out.",
+    "discards": "Caches of suspended runs that were given up, to be computed again.",
+    "kept_discards": "Caches kept for followers that were given up.",
+    "preemptions": "Caches of runs being sampled that were given up, to be computed again.",
+    "template_renders": "Conversations laid out as turns.",
+    "encodes": "Texts given to the tokenizer.",
+}
+"""The engine's counts, by the names that ``sampler.counters`` has for them."""
+
+
 class _EngineCollector(Collector):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        counters = self._engine.counters
-        for name, help_text, value in (
-            (
-                "tokens_forwarded",
-                "Positions that went through the model.",
-                counters.tokens_forwarded,
-            ),
-            (
-                "tokens_reforwarded",
-                "Positions that went through the model again for the same run.",
-                counters.tokens_reforwarded,
-            ),
-            ("tokens_sampled", "Tokens sampled.", counters.tokens_sampled),
-            ("forward_passes", "Forward passes.", counters.forward_passes),
-            ("template_renders", "Conversations laid out as turns.", counters.template_renders),
-            ("encodes", "Texts given to the tokenizer.", counters.encodes),
-        ):
+        for name, help_text in _COUNTS.items():
+            value = getattr(self._engine.counters, name)
             yield CounterMetricFamily(f"suspend_{name}", help_text, value=value)
         yield self._runs()
         yield GaugeMetricFamily(
             "suspend_kv_tokens", "Positions held in caches.", value=self._engine.kv_tokens
         )
+        yield self._blocks()
+
+    def _blocks(self) -> GaugeMetricFamily:
+        memory = self._engine.memory
+        blocks = GaugeMetricFamily(
+            "suspend_kv_blocks",
+            f"Blocks of {BLOCK_SIZE} positions; cached ones are free, and can be found by content.",
+            labels=["state"],
+        )
+        blocks.add_metric(["used"], memory.num_used)
+        blocks.add_metric(["cached"], memory.num_cached)
+        blocks.add_metric(["free"], memory.num_free - memory.num_cached)
+        blocks.add_metric(["swapped"], memory.num_swapped)
+        return blocks
 
     def _runs(self) -> GaugeMetricFamily:
         runs = GaugeMetricFamily("suspend_runs", "Runs that are not over.", labels=["state"])

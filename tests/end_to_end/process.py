@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-START_SECONDS = 120
+START_SECONDS = 240  # with nothing compiled yet, on a machine that does other things
 STOP_SECONDS = 15
 
 

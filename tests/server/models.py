@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sampler.chat_template import ChatMLFormat
 from sampler.engine import Engine
-from sampler.kv_cache import KVCache
+from sampler.kv_cache import GenericCache
 from sampler.model_loading import LoadedModel
-from sampler.model_runner import ModelRunner
+from sampler.model_runner import GenericRunner
 from sampler.tokenizer import Tokenizer
 from tests.tiny_model import (
     END_OF_TEXT,
@@ -143,11 +143,12 @@ def failing_at(step: int, engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def _before_each_step(engine: Engine, act: Callable[[int], None]) -> Iterator[None]:
-    runner: ModelRunner = engine.model.runner
+    runner = engine.model.runner
+    assert isinstance(runner, GenericRunner)
     extend = runner.extend
     steps = count(1)
 
-    def watched(token_ids: Sequence[int], cache: KVCache) -> Tensor:
+    def watched(token_ids: Sequence[int], cache: GenericCache) -> Tensor:
         act(next(steps))
         return extend(token_ids, cache)
 

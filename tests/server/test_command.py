@@ -55,9 +55,9 @@ def test_only_the_embedded_model_has_the_strings_of_forced_calls_bounded_by_defa
 ) -> None:
     bounds = []
 
-    def engine(model: LoadedModel, max_forced_string: int) -> Engine:
-        bounds.append(max_forced_string)
-        return Engine(model, max_forced_string=max_forced_string)
+    def engine(model: LoadedModel, **options: Any) -> Engine:
+        bounds.append(options["max_forced_string"])
+        return Engine(model, **options)
 
     monkeypatch.setattr(command, "_load", lambda *_: replace(tiny_model(), name=name))
     monkeypatch.setattr(command, "Engine", engine)

@@ -26,6 +26,7 @@ from protocol.tools import FunctionTool
 from sampler.engine import Engine
 from sampler.model_loading import load_model
 from sampler.recorded_turn import Item, RecordedTurn
+from sampler.runner_choice import RunnerOptions
 from server.access import add_api_key
 from server.compaction import (
     MAX_SUMMARY_TOKENS,
@@ -694,7 +695,7 @@ async def test_a_response_whose_turn_never_came_leaves_nothing() -> None:
 @pytest.mark.slow
 async def test_a_real_model_goes_on_from_its_own_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.compaction.MAX_SUMMARY_TOKENS", 24)
-    engine = Engine(load_model(device="cpu", dtype="float32"))
+    engine = Engine(load_model(device="cpu", options=RunnerOptions(is_exact=True)))
     said = "Oslo is the capital of Norway and lies at the end of the Oslofjord. " * 60
     talk = [QUESTION, {"role": "assistant", "content": said}, NEXT]
     members: Event = {"tools": [], "temperature": 0, "max_output_tokens": 6}

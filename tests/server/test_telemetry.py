@@ -10,6 +10,12 @@ COUNTERS = [
     "suspend_tokens_reforwarded_total",
     "suspend_tokens_sampled_total",
     "suspend_forward_passes_total",
+    "suspend_swaps_out_total",
+    "suspend_swaps_in_total",
+    "suspend_tokens_swapped_total",
+    "suspend_discards_total",
+    "suspend_kept_discards_total",
+    "suspend_preemptions_total",
     "suspend_template_renders_total",
     "suspend_encodes_total",
     "suspend_pre_inference_total",
@@ -17,6 +23,9 @@ COUNTERS = [
 ]
 GAUGES = [
     "suspend_kv_tokens",
+    "suspend_kv_blocks{used}",
+    "suspend_kv_blocks{cached}",
+    "suspend_kv_blocks{swapped}",
     "suspend_runs{queued}",
     "suspend_runs{prefilling}",
     "suspend_runs{decoding}",
