@@ -1,239 +1,145 @@
-"""One agent run with many tool calls, held in two ways on one server: suspended, and stateless.
+"""Benchmarks: sections of figures, as tables for people and, in the last line, JSON for programs.
 
-Suspended is one WebSocket in the append dialect. Stateless is one ``POST /v1/responses`` for each
-segment, with the whole history, as server-sent events over a connection that is kept alive; it has
-no prefix cache, so it shows what a forgetting server does. Model, process, tools and questions are
-the same, each call is forced, and sampling is greedy, so both sample the same number of tokens.
-
-Resume latency is the server's own figure, from the tool's output received to the first new token:
-no event tells a client of the tokens that only begin a call. The figures are medians over segments
-and repeats, the two designs taking turns.
+Whatever is compared is measured in one run, in turns, and shown as the median with the lowest and
+the highest sample. A row or column named "again" is the same thing measured once more: what it
+differs by is noise.
 """
 
-import asyncio
+import importlib
 import json
-import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+import traceback
+from pathlib import Path
 from typing import Annotated, Any
 
-import httpx2
 import typer
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
-from websockets.asyncio.client import connect
 
-from scripts.local_server import running_server, server_command
+from scripts.benchmarks.bench import Bench
+from scripts.benchmarks.llama_cpp import find_python
+from scripts.benchmarks.machine import Neighbours, machine, versions
+from scripts.benchmarks.section import Section
 
-JsonObject = dict[str, Any]
+SECTIONS = (
+    "speed",
+    "batching",
+    "resume",
+    "exact",
+    "policies",
+    "designs",
+    "server-cost",
+    "suspended-sockets",
+)
 
-CLOSING = ("response.done", "response.completed", "response.incomplete")
-TOOL = {
-    "type": "function",
-    "name": "roll",
-    "description": "Roll a number of dice",
-    "parameters": {
-        "type": "object",
-        "properties": {"dice": {"type": "integer", "minimum": 1, "maximum": 6}},
-        "required": ["dice"],
-    },
-}
-QUESTION = {"role": "user", "content": "Roll some dice, again and again, then say what came."}
-
-
-@dataclass
-class Held:
-    """What one way of holding the run cost."""
-
-    seconds: float = 0.0
-    bytes_sent: int = 0
-    resume_seconds: list[float] = field(default_factory=list)
-    tokens_sampled: int = 0
-    tokens_forwarded: float = 0.0
-    encodes: float = 0.0
-    pre_inference: float = 0.0
-
-
-@dataclass(frozen=True)
-class Workload:
-    """How many calls, and how long their outputs are."""
-
-    calls: int
-    result_characters: int
-
-    def tool_choice(self, segment: int) -> str:
-        """Return what binds a segment: each but the last is made to call."""
-        return "required" if segment < self.calls else "none"
-
-    def body(self, **members: Any) -> JsonObject:
-        """Return a request body with what both designs have in common."""
-        return {
-            "tools": [TOOL],
-            "parallel_tool_calls": False,
-            "temperature": 0,
-            "max_output_tokens": 48,
-            **members,
-        }
-
-    def output_of(self, call: JsonObject, index: int) -> JsonObject:
-        """Return the item that answers ``call``."""
-        text = f"roll {index}: {index % 6 + 1}. ".ljust(self.result_characters, "x")
-        return {"type": "function_call_output", "call_id": call["call_id"], "output": text}
-
-
-async def hold_suspended(url: str, workload: Workload, held: Held) -> None:
-    """Hold the run on one WebSocket, with an append for each call."""
-    async with connect(f"{url.replace('http', 'ws')}/v1/responses?dialect=append") as socket:
-
-        async def events() -> AsyncIterator[JsonObject]:
-            async for frame in socket:
-                yield json.loads(frame)
-
-        body = workload.body(input=[QUESTION], tool_choice=workload.tool_choice(0))
-        frame = json.dumps({"type": "response.create", **body})
-        for segment in range(workload.calls + 1):
-            await socket.send(frame)
-            response = await _read_segment(events(), held, len(frame))
-            if segment < workload.calls:
-                item = workload.output_of(response["output"][-1], segment)
-                choice = workload.tool_choice(segment + 1)
-                append = {"type": "response.append", "input": [item], "tool_choice": choice}
-                frame = json.dumps(append)
-
-
-async def hold_stateless(url: str, workload: Workload, held: Held) -> None:
-    """Hold the run by requests that each bring the whole history."""
-    items: list[JsonObject] = [QUESTION]
-    async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
-        for segment in range(workload.calls + 1):
-            body = workload.body(
-                input=items, tool_choice=workload.tool_choice(segment), stream=True
-            )
-            content = json.dumps(body)
-            request = client.stream("POST", "/v1/responses", content=content)
-            async with request as reply:
-                response = await _read_segment(_sse_events(reply), held, len(content))
-            if segment < workload.calls:
-                call = response["output"][-1]
-                items = [*items, call, workload.output_of(call, segment)]
-
-
-async def _sse_events(reply: httpx2.Response) -> AsyncIterator[JsonObject]:
-    async for line in reply.aiter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
-
-
-async def _read_segment(
-    events: AsyncIterator[JsonObject], held: Held, bytes_sent: int
-) -> JsonObject:
-    """Read to the closing event, and note what it says of the segment."""
-    held.bytes_sent += bytes_sent
-    async for event in events:
-        if event["type"] in CLOSING:
-            response: JsonObject = event["response"]
-            held.resume_seconds.append(_time_to_first_token(response["suspend:run"]))
-            held.tokens_sampled += response["usage"]["output_tokens"]
-            return response
-        if event["type"] in ("error", "response.failed"):
-            break
-    raise SystemExit("bench: the server refused or failed a segment")
-
-
-def _time_to_first_token(report: JsonObject) -> float:
-    """Return it from the request on: that of a new run is counted from when it was encoded."""
-    seconds = float(report["time_to_first_token"])
-    if report["segments"] == 1:
-        seconds += report["time_info"]["pre_inference"]
-    return seconds
-
-
-COUNTED = {
-    "suspend_tokens_forwarded_total": "tokens_forwarded",
-    "suspend_encodes_total": "encodes",
-    "suspend_pre_inference_total": "pre_inference",
-}
-
-
-async def _counters(url: str) -> dict[str, float]:
-    async with httpx2.AsyncClient(base_url=url) as client:
-        text = (await client.get("/metrics")).text
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    return {COUNTED[s.name]: s.value for s in samples if s.name in COUNTED}
-
-
-async def measure(
-    hold: Callable[[str, Workload, Held], Awaitable[None]], url: str, workload: Workload
-) -> Held:
-    """Hold the run once, and say what it cost."""
-    held = Held()
-    before = await _counters(url)
-    started_at = time.perf_counter()
-    await hold(url, workload, held)
-    held.seconds = time.perf_counter() - started_at
-    for name, value in (await _counters(url)).items():
-        setattr(held, name, value - before[name])
-    # The first segment resumes nothing.
-    del held.resume_seconds[0]
-    return held
-
-
-ROWS: list[tuple[str, str, Callable[[Held], float]]] = [
-    ("tokens forwarded", ".0f", lambda held: held.tokens_forwarded),
-    ("tokens sampled", ".0f", lambda held: held.tokens_sampled),
-    ("texts encoded", ".0f", lambda held: held.encodes),
-    ("pre-inference", ".0f", lambda held: held.pre_inference),
-    ("bytes sent", ".0f", lambda held: held.bytes_sent),
-    ("resume, median ms", ".0f", lambda held: 1000 * statistics.median(held.resume_seconds)),
-    ("last resume, ms", ".0f", lambda held: 1000 * held.resume_seconds[-1]),
-    ("whole run, s", ".1f", lambda held: held.seconds),
-]
-
-
-def table_of(suspended: list[Held], stateless: list[Held]) -> Table:
-    """Return the medians over the repeats, and their ratio."""
-    table = Table(title="suspended against stateless, same server")
-    for column in ("", "suspended", "stateless", "ratio"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, form, figure in ROWS:
-        ours, theirs = (statistics.median(map(figure, helds)) for helds in (suspended, stateless))
-        ratio = f"{theirs / ours:.1f}x" if ours else "-"
-        table.add_row(name, format(ours, form), format(theirs, form), ratio)
-    return table
+_MANY_BUSY_CORES = 0.15
+"""With more than that, other programs are felt in the figures."""
 
 
 def main(
-    calls: Annotated[int, typer.Option(min=1, help="Tool calls in the run.")] = 10,
-    result_characters: Annotated[int, typer.Option(min=0, help="Length of each output.")] = 200,
-    repeats: Annotated[int, typer.Option(min=1, help="Times each design holds the run.")] = 3,
-    url: Annotated[
-        str | None, typer.Option(help="A server that runs already.", show_default="our own")
+    sections: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION]...", help=f"Of {', '.join(SECTIONS)}; all by default."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two minutes in all.")] = False,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds of each section.", show_default="its own number"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of our runner.", show_default="what it chooses")
+    ] = None,
+    reference_threads: Annotated[
+        int, typer.Option(min=1, help="Of transformers and of llama.cpp.")
+    ] = 2,
+    llama_cpp_python: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="The interpreter whose environment holds llama-cpp-python.",
+            show_default="this one, if it does",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server that runs already, for 'designs'.", show_default="our own"),
+    ] = None,
 ) -> None:
-    """Hold one agent run in two ways on one server and print what each costs."""
-    asyncio.run(_bench(Workload(calls, result_characters), repeats, url, as_json))
+    """Measure and print."""
+    names = _known(sections or list(SECTIONS))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    bench = Bench(
+        is_quick=quick,
+        repeats=repeats,
+        threads=threads,
+        reference_threads=reference_threads,
+        llama_cpp_python=find_python(llama_cpp_python),
+        url=url,
+    )
+    report: dict[str, Any] = {"quick": quick, "machine": machine(), "sections": {}, "failed": {}}
+    console.print(_headline(report["machine"], bench))
+    with bench:
+        for name in names:
+            try:
+                report["sections"][name] = measure(name, bench, console)
+            except Exception as error:  # noqa: BLE001  what the others measured is not to be lost
+                traceback.print_exc()
+                report["failed"][name] = f"{type(error).__name__}: {error}"
+        report["versions"] = versions() | _llama_cpp_version(bench)
+    sys.stdout.write(json.dumps(report) + "\n")
+    if report["failed"]:
+        raise typer.Exit(1)
 
 
-async def _bench(workload: Workload, repeats: int, url: str | None, as_json: bool) -> None:
-    if url is None:
-        async with running_server(server_command(["--recent-responses", "0"])) as own:
-            return await _bench(workload, repeats, own, as_json)
-    await measure(hold_suspended, url, Workload(1, 10))  # warm up
-    suspended, stateless = [], []
-    for _ in range(repeats):
-        suspended.append(await measure(hold_suspended, url, workload))
-        stateless.append(await measure(hold_stateless, url, workload))
-    if as_json:
-        designs = {"suspended": suspended, "stateless": stateless}
-        rows = {name: [asdict(held) for held in helds] for name, helds in designs.items()}
-        sys.stdout.write(json.dumps({"workload": asdict(workload), **rows}) + "\n")
-    else:
-        Console().print(table_of(suspended, stateless))
-    return None
+def measure(name: str, bench: Bench, console: Console) -> dict[str, Any]:
+    """Measure one section, print it, and return it for programs."""
+    neighbours, began_at = Neighbours(), time.monotonic()
+    unsettled_before = bench.num_unsettled
+    module = importlib.import_module(f"scripts.benchmarks.{name.replace('-', '_')}")
+    section: Section = module.run(bench)
+    busy_cores = neighbours.busy_cores()
+    if busy_cores > _MANY_BUSY_CORES:
+        section.notes.append(f"other programs kept {busy_cores:.1f} cores busy: mostly noise")
+    if unsettled := bench.num_unsettled - unsettled_before:
+        section.notes.append(f"{unsettled} times something measured before was still computing")
+    seconds = time.monotonic() - began_at
+    console.print(f"\n[bold]{section.name}[/bold]: {section.title} ({seconds:.0f} s)")
+    for grid in section.grids:
+        console.print(grid.table())
+    for key, value in section.settings.items():
+        console.print(f"  {key.replace('_', ' ')}: {value}", highlight=False)
+    for note in section.notes:
+        console.print(f"  {note}", highlight=False)
+    return section.as_json() | {
+        "seconds": round(seconds, 1),
+        "busy_cores_of_others": round(busy_cores, 2),
+    }
+
+
+def _known(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in SECTIONS:
+            raise typer.BadParameter(
+                f"there is no section {name!r}; there are {', '.join(SECTIONS)}"
+            )
+    return list(dict.fromkeys(names))
+
+
+def _headline(facts: dict[str, Any], bench: Bench) -> str:
+    return (
+        f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, "
+        f"load {facts['load_average'][0]}; threads: ours {bench.threads}, "
+        f"transformers and llama.cpp {bench.reference_threads}; environment: "
+        f"{facts['environment'] or 'no OpenMP settings'}"
+    )
+
+
+def _llama_cpp_version(bench: Bench) -> dict[str, str]:
+    llama_cpp = bench.started_llama_cpp
+    if llama_cpp is None:
+        return {}
+    return {"llama-cpp-python": llama_cpp.version, "llama.cpp": llama_cpp.system}
 
 
 if __name__ == "__main__":

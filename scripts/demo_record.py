@@ -51,8 +51,8 @@ class Segment:
 
     @property
     def tokens_held(self) -> int:
-        """Positions in the KV cache: each was forwarded, and some perhaps more than once."""
-        return int(self.report["tokens_forwarded"] - self.report["tokens_reforwarded"])
+        """Positions in the KV cache, whoever forwarded them: all but the pending token."""
+        return self.input_tokens + self.output_tokens - 1
 
     @property
     def server_seconds(self) -> float:
