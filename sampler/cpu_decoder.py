@@ -86,6 +86,7 @@ class CPUDecoder(ModelRunner):
         self._network = weights.shape
         self._shape, self._weights = _packed(weights, weight_format)
         self._storage = storage
+        self._kv = _flat(storage.tensor)  # the same memory
         self._weight_format = weight_format
         self._crew = _Crew(num_threads)
         self._scratch = _Scratch(self._shape, num_threads)
@@ -120,7 +121,7 @@ class CPUDecoder(ModelRunner):
             _cache_of(piece).extend_to(len(piece.token_ids))
         batch = _batch(pieces)
         scratch, logits = self._scratch.views(batch)
-        self._crew.run(self._shape, self._weights, batch, scratch, _flat(self._storage.tensor))
+        self._crew.run(self._shape, self._weights, batch, scratch, self._kv)
         for piece in pieces:
             piece.cache.advance(len(piece.token_ids))
         self.counters.tokens_forwarded += len(batch.token_ids)

@@ -118,6 +118,48 @@ class ModelRunner(ABC):
         return logits
 
 
+class RunnerWrapper(ModelRunner):
+    """Does what another runner does. For subclasses that watch, or change, what goes through it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner.counters)
+        self.runs_ahead = runner.runs_ahead
+        self.prefill_chunk = runner.prefill_chunk
+        self.is_simulated = runner.is_simulated
+        self._runner = runner
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._runner.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self._runner.max_context
+
+    def torch_threads(self, num_threads: int) -> int:
+        return self._runner.torch_threads(num_threads)
+
+    def new_cache(self) -> KVCache:
+        return self._runner.new_cache()
+
+    def find_prefix(self, salt: Hashable, token_ids: Sequence[int]) -> KVCache | None:
+        return self._runner.find_prefix(salt, token_ids)
+
+    def publish(self, salt: Hashable, token_ids: Sequence[int], cache: KVCache) -> None:
+        self._runner.publish(salt, token_ids, cache)
+
+    def forward(self, pieces: Sequence[Piece]) -> Sequence[Logits | None]:
+        return self._runner.forward(pieces)
+
+
 def groups_of_like_length(lengths: Sequence[int]) -> list[list[int]]:
     """Return the indices of ``lengths`` in groups, each to be padded to its longest.
 

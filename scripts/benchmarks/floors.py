@@ -20,7 +20,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -36,9 +36,8 @@ from sampler.cache_pool import blocks_for
 from sampler.engine import Engine, ToolCaller
 from sampler.engines.script import Script
 from sampler.engines.simulated import SMOLLM2_KV, simulated_model
-from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel
-from sampler.model_runner import ModelRunner, Piece
+from sampler.model_runner import ModelRunner, Piece, RunnerWrapper
 from sampler.outputs import Output, SegmentEnded
 from sampler.run import Run
 from sampler.sampling import Certain, Logits
@@ -87,41 +86,12 @@ class Notes:
         return taken
 
 
-class NotingRunner(ModelRunner):
+class NotingRunner(RunnerWrapper):
     """A runner that notes when a step of its has come to an end."""
 
     def __init__(self, runner: ModelRunner, notes: Notes) -> None:
-        super().__init__(runner.counters)
-        self.runs_ahead = runner.runs_ahead
-        self.prefill_chunk = runner.prefill_chunk
-        self.is_simulated = runner.is_simulated
-        self._runner = runner
+        super().__init__(runner)
         self._notes = notes
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._runner.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def max_context(self) -> int:
-        return self._runner.max_context
-
-    def new_cache(self) -> KVCache:
-        return self._runner.new_cache()
-
-    def find_prefix(self, salt: Hashable, token_ids: Sequence[int]) -> KVCache | None:
-        return self._runner.find_prefix(salt, token_ids)
-
-    def publish(self, salt: Hashable, token_ids: Sequence[int], cache: KVCache) -> None:
-        self._runner.publish(salt, token_ids, cache)
 
     def forward(self, pieces: Sequence[Piece]) -> Sequence[Logits | None]:
         logits = self._runner.forward(pieces)

@@ -40,7 +40,7 @@ from sampler.decoder_weights import DecoderWeights
 from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption
 from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel
-from sampler.model_runner import GenericRunner, ModelRunner, Piece
+from sampler.model_runner import GenericRunner, ModelRunner, Piece, RunnerWrapper
 from sampler.outputs import Output, SegmentEnded
 from sampler.params import Constraint, SamplingParams
 from sampler.run import Run, RunState, StopReason
@@ -158,12 +158,11 @@ class Failure(Enum):
         return RuntimeError("a failure that was asked for")
 
 
-class HeldRunner(ModelRunner):
+class HeldRunner(RunnerWrapper):
     """Another runner, whose steps are let go one by one, may fail, and are looked into."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner.counters)
-        self.runs_ahead = runner.runs_ahead
+        super().__init__(runner)
         self.pool = runner.new_cache().table.pool
         self.failures: deque[Failure] = deque()
         """What the next steps fail with."""
@@ -176,33 +175,7 @@ class HeldRunner(ModelRunner):
         self.num_forwarded = 0
         """Tokens of all pieces that went through."""
         self.on_arrival: Callable[[], object] = lambda: None
-        self._runner = runner
         self._gate = threading.Condition()
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._runner.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def max_context(self) -> int:
-        return self._runner.max_context
-
-    def new_cache(self) -> KVCache:
-        return self._runner.new_cache()
-
-    def find_prefix(self, salt: object, token_ids: Sequence[int]) -> KVCache | None:
-        return self._runner.find_prefix(salt, token_ids)
-
-    def publish(self, salt: object, token_ids: Sequence[int], cache: KVCache) -> None:
-        self._runner.publish(salt, token_ids, cache)
 
     def let_go(self) -> None:
         """Let the step pass that is at the gate."""

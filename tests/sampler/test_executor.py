@@ -20,7 +20,7 @@ from sampler.cache_pool import BlockPool, blocks_for
 from sampler.decoder_weights import decoder_weights
 from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption, ToolCaller
 from sampler.kv_cache import KVCache, KVShape, PagedStorage
-from sampler.model_runner import GenericRunner, ModelRunner, Piece
+from sampler.model_runner import GenericRunner, ModelRunner, Piece, RunnerWrapper
 from sampler.outputs import ReasoningDone, SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
 from sampler.run import Run, RunState, StopReason
@@ -60,44 +60,17 @@ def one_thread() -> Iterator[None]:
 # --- Models --------------------------------------------------------------------------------------
 
 
-class WatchedRunner(ModelRunner):
+class WatchedRunner(RunnerWrapper):
     """Another runner, of which each step is noted and the logits are steered."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner.counters)
-        self.runs_ahead = runner.runs_ahead
+        super().__init__(runner)
         self.steps: list[list[tuple[int, int]]] = []
         """What each piece of each step began at, and how long it was."""
         self.before_step: Callable[[Sequence[Piece]], object] = lambda _: None
         """Called on the model thread; may block or raise."""
         self.steering: Callable[[int], Sequence[int]] = lambda _: ()
         """The tokens that may come at a position; none leaves them all."""
-        self._runner = runner
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._runner.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def max_context(self) -> int:
-        return self._runner.max_context
-
-    def new_cache(self) -> KVCache:
-        return self._runner.new_cache()
-
-    def find_prefix(self, salt: object, token_ids: Sequence[int]) -> KVCache | None:
-        return self._runner.find_prefix(salt, token_ids)
-
-    def publish(self, salt: object, token_ids: Sequence[int], cache: KVCache) -> None:
-        self._runner.publish(salt, token_ids, cache)
 
     def forward(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
         self.steps.append([(piece.cache.num_tokens, len(piece.token_ids)) for piece in pieces])
