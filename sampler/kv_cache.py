@@ -284,6 +284,12 @@ class PagedStorage:
         size = (pool.num_blocks, shape.num_layers, 2, shape.num_kv_heads)
         self.tensor = torch.empty(*size, BLOCK_SIZE * shape.head_dim, dtype=dtype, device=device)
 
+    def reserve(self) -> None:
+        """Have the system hand over all of it now: else it does so page by page, at the first use
+        of each block, and whoever uses it first waits for that."""
+        if self.tensor.device.type == "cpu":
+            self.tensor.zero_()
+
     def new_cache(self) -> "PagedCache":
         """Return an empty cache."""
         return PagedCache(self)

@@ -86,6 +86,10 @@ class ModelRunner(ABC):
         """Return how many threads torch is to use, where ``num_threads`` may compute."""
         return num_threads
 
+    def reserve_memory(self) -> None:
+        """Take the memory of all caches from the system now, where it is set aside at all."""
+        return
+
     def find_prefix(self, salt: Hashable, token_ids: Sequence[int]) -> KVCache | None:
         """Return a cache that holds what ``token_ids`` begin with, if such was published.
 
@@ -146,6 +150,9 @@ class RunnerWrapper(ModelRunner):
 
     def torch_threads(self, num_threads: int) -> int:
         return self._runner.torch_threads(num_threads)
+
+    def reserve_memory(self) -> None:
+        self._runner.reserve_memory()
 
     def new_cache(self) -> KVCache:
         return self._runner.new_cache()

@@ -94,6 +94,9 @@ class TorchDecoder(ModelRunner):
     def new_cache(self) -> PagedCache:
         return self._storage.new_cache()
 
+    def reserve_memory(self) -> None:
+        self._storage.reserve()
+
     def find_prefix(self, salt: Hashable, token_ids: Sequence[int]) -> PagedCache | None:
         cache = self._storage.match(salt, token_ids, max(0, len(token_ids) - 1))
         return cache if cache.num_tokens else None

@@ -2,19 +2,17 @@
 
 A sleep ends late, by some 60 microseconds where nothing else runs and by milliseconds where much
 does. So each step is due at a time that follows from when the last one *was due*, not from when it
-ended: what a sleep was late, the next ones are shorter, and the average is exact. For the same
-reason what the host does between two steps costs nothing as long as it fits into a step, as with an
-accelerator that is given its next step while it works on the last.
+ended: what a sleep was late, the next ones are shorter, and the average is exact. What the host
+does between two steps costs nothing as long as it fits into a step, as with an accelerator that is
+given its next step while it works on the last; what it takes longer, the accelerator stands still.
+Where nothing goes on from the last step, there was nothing to be given: it begins when it begins.
 """
 
 import time
 from collections.abc import Callable
 
-_IDLE_SECONDS = 0.01
-"""After a pause of that length there was nothing to do, and nothing is to be made up for."""
-
-_MOST_BEHIND_SECONDS = 0.05
-"""What is made up for at most, where the host is too slow for a while."""
+_MOST_LATE_SECONDS = 0.05
+"""What is made up for at most, where sleeps end very late."""
 
 
 class Pacer:
@@ -41,13 +39,20 @@ class Pacer:
         self._is_unlimited = not (decode_rate or prefill_rate)
         self._clock = clock
         self._sleep = sleep
-        self._due_at = self._ended_at = -_IDLE_SECONDS
-        self._begun_at = 0.0
+        self._ended_at = self._begun_at = float("-inf")
+        self._goes_on = False
+        self._late = 0.0
+        """By how much the last sleeps ended late, less what has been made up for."""
 
-    def begin_step(self) -> None:
-        """Take note that a step begins."""
+    def begin_step(self, *, goes_on: bool) -> None:
+        """Take note that a step begins.
+
+        Args:
+            goes_on: whether some sequence goes on in it from the last step.
+        """
         if not self._is_unlimited:
             self._begun_at = self._clock()
+            self._goes_on = goes_on
 
     def end_step(self, num_prefilled: int) -> None:
         """Wait until the step that has begun is due.
@@ -57,15 +62,19 @@ class Pacer:
         """
         if self._is_unlimited:
             return
+        if not self._goes_on:
+            self._late = 0.0
         seconds = max(num_prefilled * self._seconds_per_token, self._seconds_per_step)
-        self._due_at = self._follows() + seconds
-        remaining = self._due_at - self._clock()
+        due_at = self._begun_at - self._head_start() + seconds
+        remaining = due_at - self._clock()
         if remaining > 0:
             self._sleep(remaining)
         self._ended_at = self._clock()
+        overdue = self._ended_at - due_at
+        self._late = min(overdue, _MOST_LATE_SECONDS if remaining > 0 else self._late)
 
-    def _follows(self) -> float:
-        """Return when the step began, as far as the accelerator is concerned."""
-        if self._begun_at - self._ended_at > _IDLE_SECONDS:
-            return self._begun_at
-        return max(self._due_at, self._begun_at - _MOST_BEHIND_SECONDS)
+    def _head_start(self) -> float:
+        """Return how long the accelerator has worked on the step when it begins."""
+        if not self._goes_on:
+            return 0.0
+        return self._late + min(self._begun_at - self._ended_at, self._seconds_per_step)

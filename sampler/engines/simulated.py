@@ -13,6 +13,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -84,6 +85,8 @@ class SimulatedRunner(ModelRunner):
         self._pacer = pacer
         self._vocab_size = vocab_size
         self._max_context = max_context
+        self._last: WeakSet[KVCache] = WeakSet()  # the caches of the last step
+        self._unfinished: WeakSet[KVCache] = WeakSet()  # and of the prompts in it
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._storage.shape}, {self._storage.tensor.dtype})"
@@ -107,6 +110,9 @@ class SimulatedRunner(ModelRunner):
     def new_cache(self) -> PagedCache:
         return self._storage.new_cache()
 
+    def reserve_memory(self) -> None:
+        self._storage.reserve()
+
     def find_prefix(self, salt: Hashable, token_ids: Sequence[int]) -> PagedCache | None:
         cache = self._storage.match(salt, token_ids, len(token_ids) - 1)
         return cache if cache.num_tokens else None
@@ -123,7 +129,9 @@ class SimulatedRunner(ModelRunner):
         """
         if not pieces:
             return []
-        self._pacer.begin_step()
+        self._pacer.begin_step(goes_on=any(map(self._goes_on, pieces)))
+        self._unfinished = WeakSet(piece.cache for piece in pieces if not piece.wants_logits)
+        self._last = WeakSet(piece.cache for piece in pieces)
         for piece in pieces:
             _paged(piece.cache).extend_to(len(piece.token_ids))
         said = [self._read(piece.token_ids, _paged(piece.cache)) for piece in pieces]
@@ -134,6 +142,12 @@ class SimulatedRunner(ModelRunner):
             certain if piece.wants_logits else None
             for piece, certain in zip(pieces, said, strict=True)
         ]
+
+    def _goes_on(self, piece: Piece) -> bool:
+        """Tell whether ``piece`` is what the last step led to: the token that was sampled, or the
+        next chunk of a prompt. The outputs of a call have been waited for."""
+        is_next = len(piece.token_ids) == 1 and piece.cache in self._last
+        return is_next or piece.cache in self._unfinished
 
     def _read(self, token_ids: Sequence[int], cache: PagedCache) -> Certain:
         try:

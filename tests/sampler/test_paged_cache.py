@@ -67,11 +67,26 @@ def test_a_block_takes_the_bytes_that_its_shape_says(storage: PagedStorage) -> N
     assert storage.tensor[0].nbytes == SHAPE.block_bytes(torch.bfloat16) == 2 * 2 * 3 * 64 * 2
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_blocks_that_were_never_used_are_not_resident() -> None:
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+
+needs_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+
+
+@needs_linux
+def test_reserved_memory_is_resident_before_it_is_used() -> None:
+    before = resident_bytes()
+    shape = KVShape(num_layers=30, num_kv_heads=3, head_dim=64)
+    storage = PagedStorage(BlockPool(100), shape, torch.bfloat16)
+
+    storage.reserve()
+
+    assert resident_bytes() - before > 0.9 * storage.tensor.nbytes > 30e6
+
+
+@needs_linux
+def test_blocks_that_were_never_used_are_not_resident() -> None:
     before = resident_bytes()
     shape = KVShape(num_layers=30, num_kv_heads=3, head_dim=64)
     storage = PagedStorage(BlockPool(1000), shape, torch.bfloat16)

@@ -488,13 +488,23 @@ def pacer_by(clock: Clock, decode: float | None, prefill: float | None = None) -
     return Pacer(decode, prefill, clock.tell, clock.sleep)
 
 
-def steps(pacer: Pacer, clock: Clock, num_steps: int, host_seconds: float = 0.0) -> float:
-    """Take steps, between which the host works, and return how long they took."""
+def steps(
+    pacer: Pacer,
+    clock: Clock,
+    num_steps: int,
+    *,
+    within: float = 0.0,
+    between: float = 0.0,
+    goes_on: bool = True,
+) -> float:
+    """Take steps, the first of which goes on from the last one if it is said to, and return how
+    long they took. The host works within them and after each of them, for so many seconds."""
     start = clock.now
-    for _ in range(num_steps):
-        pacer.begin_step()
-        clock.now += host_seconds
+    for number in range(num_steps):
+        pacer.begin_step(goes_on=goes_on or number > 0)
+        clock.now += within
         pacer.end_step(0)
+        clock.now += between
     return clock.now - start
 
 
@@ -506,8 +516,9 @@ def lateness(*seconds: float) -> Iterator[float]:
 @pytest.mark.parametrize("late", [(0.0,), (60e-6,), (100e-6, 10e-6, 8e-3), (200e-6,)])
 def test_the_average_is_exact_however_late_sleeps_are(late: tuple[float, ...]) -> None:
     clock = Clock(lateness(*late))
-    taken = steps(pacer_by(clock, 4000), clock, 4000, host_seconds=30e-6)
-    assert 1.0 - 1e-9 <= taken <= 1.0 + max(late) + 1e-9
+    pacer = pacer_by(clock, 4000)
+    taken = steps(pacer, clock, 4000, within=30e-6, between=30e-6, goes_on=False)
+    assert 1.0 - 1e-9 <= taken - 30e-6 <= 1.0 + 30e-6 + max(late) + 1e-9
 
 
 def test_a_step_takes_as_long_as_what_takes_longest() -> None:
@@ -515,7 +526,7 @@ def test_a_step_takes_as_long_as_what_takes_longest() -> None:
     pacer = pacer_by(clock, 100, 1000)
     for num_prefilled, seconds in ((0, 0.01), (1, 0.01), (10, 0.01), (50, 0.05)):
         start = clock.now
-        pacer.begin_step()
+        pacer.begin_step(goes_on=False)
         pacer.end_step(num_prefilled)
         assert clock.now - start == pytest.approx(seconds)
 
@@ -523,32 +534,68 @@ def test_a_step_takes_as_long_as_what_takes_longest() -> None:
 def test_a_prompt_takes_its_time_where_decoding_takes_none() -> None:
     clock = Clock(lateness(0.0))
     pacer = pacer_by(clock, None, 1000)
-    assert steps(pacer, clock, 10) == 0
-    pacer.begin_step()
+    assert steps(pacer, clock, 10, goes_on=False) == 0
+    pacer.begin_step(goes_on=False)
     pacer.end_step(500)
     assert clock.naps == [pytest.approx(0.5)]
 
 
-def test_a_pause_is_not_made_up_for() -> None:
-    clock = Clock(lateness(0.0))
+@pytest.mark.parametrize("pause", [10e-6, 0.5e-3, 3.0])
+def test_what_comes_after_a_pause_takes_as_long_as_ever(pause: float) -> None:
+    """Or a server that takes long between two turns would be given the time back."""
+    clock = Clock(lateness(60e-6))
     pacer = pacer_by(clock, 1000)
-    steps(pacer, clock, 10)
-    clock.now += 3
-    assert steps(pacer, clock, 10) == pytest.approx(0.01)
+    steps(pacer, clock, 10, goes_on=False)
+    clock.now += pause
+    assert 0.01 <= steps(pacer, clock, 10, goes_on=False) <= 0.01 + 61e-6
 
 
-def test_what_a_slow_host_has_lost_is_made_up_for_in_part() -> None:
+def test_what_the_host_does_meanwhile_costs_nothing_as_long_as_it_fits_into_a_step() -> None:
+    clock = Clock(lateness(0.0))
+    taken = steps(pacer_by(clock, 1000), clock, 200, between=0.9e-3, goes_on=False)
+    assert taken == pytest.approx(0.2 + 0.9e-3)
+
+
+@pytest.mark.parametrize(("within", "between"), [(0.004, 0.0), (0.0, 0.004), (0.002, 0.002)])
+def test_what_a_slow_host_has_lost_is_lost(within: float, between: float) -> None:
     clock = Clock(lateness(0.0))
     pacer = pacer_by(clock, 1000)
-    assert steps(pacer, clock, 200, host_seconds=0.004) == pytest.approx(0.8)
-    taken = steps(pacer, clock, 200)
-    assert 0.145 <= taken <= 0.2
+    slow = steps(pacer, clock, 200, within=within, between=between, goes_on=False)
+    clock.now -= between  # after the last of them
+    assert slow == pytest.approx(0.8, abs=0.005)
+    assert steps(pacer, clock, 200) == pytest.approx(0.2, abs=0.002)
 
 
 def test_without_rates_there_is_no_clock() -> None:
     pacer = Pacer(None, None, unknown, unknown)  # type: ignore[arg-type]
-    pacer.begin_step()
+    pacer.begin_step(goes_on=False)
     pacer.end_step(100)
+
+
+class NotingPacer(Pacer):
+    """Notes of each step whether something goes on in it."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+        self.going_on: list[bool] = []
+
+    def begin_step(self, *, goes_on: bool) -> None:
+        self.going_on.append(goes_on)
+
+
+def test_a_step_goes_on_with_the_token_sampled_last_and_with_the_rest_of_a_prompt() -> None:
+    pacer = NotingPacer()
+    runner = runner_of(num_blocks=64, pacer=pacer)
+    one, other = runner.new_cache(), runner.new_cache()
+
+    runner.forward([Piece([1, 2, 3], one, wants_logits=False)])
+    runner.forward([Piece([4, 5], one)])
+    runner.forward([Piece([6], one)])
+    runner.forward([Piece([7, 8, 9], one)])  # the last token, and what a tool returned
+    runner.forward([Piece([1, 2, 3], other)])
+    runner.forward([Piece([4], other), Piece([5, 6], one)])
+
+    assert pacer.going_on == [False, True, True, False, False, True]
 
 
 def num_steps_in(seconds: float, runner: ModelRunner, pieces: Callable[[], list[Piece]]) -> float:
