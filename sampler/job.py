@@ -21,7 +21,7 @@ from sampler.kv_cache import KVCache
 from sampler.matcher import Matcher
 from sampler.model_runner import Piece
 from sampler.run import Run, StopReason
-from sampler.sampling import Certain, Logits, sample
+from sampler.sampling import Certain, Logits, Sampled, sample
 from sampler.token_channel import Message, TokenChannel
 
 
@@ -194,8 +194,7 @@ class Decoding(Job):
         if logits is None:
             return []
         assert self.num_missing == 0, "every token is in the cache now"
-        mask = self._mask(logits)
-        sampled = sample(logits, self._run.params, len(self.token_ids), mask, self._counts)
+        sampled = self._sample(logits)
         token_id = sampled.token_id
         if self._matcher:
             self._matcher.accept(token_id)
@@ -209,6 +208,15 @@ class Decoding(Job):
         reason = self._reason_to_stop(token_id)
         self.is_over = reason is not None
         return [sampled, reason] if reason else [sampled]
+
+    def _sample(self, logits: Logits) -> Sampled:
+        params = self._run.params
+        if self._matcher and params.top_logprobs is None:
+            only_token = self._matcher.only_token
+            if only_token is not None:
+                return Sampled(only_token)
+        mask = self._mask(logits)
+        return sample(logits, params, len(self.token_ids), mask, self._counts)
 
     def _mask(self, logits: Logits) -> np.ndarray | None:
         """Return which tokens may come next; None if the grammar makes no difference."""

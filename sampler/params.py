@@ -50,6 +50,9 @@ class Constraint:
     """Whether the model may think in a ``<think>`` block before all else."""
     think_is_open: bool = False
     """Whether the prompt has begun that block, so that the turn begins inside it."""
+    forced_ids: tuple[int, ...] | None = None
+    """All of the turn, its end-of-turn id included, where it is known already and only to be said
+    again: then no grammar binds it. What it says is read as of any other turn."""
 
     @property
     def is_forced(self) -> bool:
