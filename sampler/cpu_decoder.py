@@ -1,9 +1,11 @@
 """The decoder's forward pass on processors, as compiled kernels over the block pool.
 
 One set of weights serves prefill and decode: float32, bfloat16, or integers of 8 or 4 bits that
-share a scale in groups of 32 (the grids of GGUF's Q8_0 and Q4_1). Activations are float32
-throughout. A row's logits do not depend on the rows beside it (``cpu_kernels``), so what is sampled
-does not depend on who else is in the batch, in any of the formats.
+share a scale in groups of 32 (the grids of GGUF's Q8_0 and Q4_1). Activations are float32, but for
+the inputs of products where the processor multiplies them two at a time: these are rounded to
+bfloat16 in its format, and with integers to 16 bits with a scale for each 32. A row's logits do not
+depend on the rows beside it (``cpu_kernels``), so what is sampled does not depend on who else is in
+the batch, in any of the formats.
 """
 
 import threading
@@ -23,7 +25,7 @@ from sampler.cpu_kernels import CHUNK_TOKENS, ROWS_PER_JOB, TILE
 from sampler.decoder_weights import DecoderWeights
 from sampler.kv_cache import KVCache, PagedCache, PagedStorage
 from sampler.model_runner import ModelRunner, Piece
-from sampler.simd import GROUP
+from sampler.simd import GROUP, LANES, input_group_size, processor_has
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 """How weights may be kept. Integers share a float16 scale, 4-bit ones a minimum too, in groups."""
@@ -50,6 +52,15 @@ def _int4_error(matrix: Tensor) -> float:
     return float((kept - groups).norm() / groups.norm())
 
 
+_PAIRS = {"bfloat16": "avx512bf16", "int8": "avx512vnni", "int4": "avx512vnni"}
+
+
+def can_multiply_pairs(form: str) -> bool:
+    """Tell whether this processor has an instruction that multiplies weights of ``form`` with
+    inputs two at a time: with bfloat16 if they are, integers with int16."""
+    return form in _PAIRS and processor_has(_PAIRS[form])
+
+
 def covers(weights: DecoderWeights) -> bool:
     """Tell whether the dimensions are whole tiles, as the kernels want them."""
     shape = weights.shape
@@ -71,6 +82,7 @@ class CPUDecoder(ModelRunner):
         *,
         weight_format: str = "float32",
         num_threads: int = 1,
+        multiplies_pairs: bool | None = None,
     ) -> None:
         """Pack the weights.
 
@@ -80,16 +92,22 @@ class CPUDecoder(ModelRunner):
             counters: where the work is counted.
             weight_format: one of ``FORMATS``.
             num_threads: how many compute together, the model thread among them.
+            multiplies_pairs: whether products take inputs in 16 bits, two at a time; None: where
+                the processor has an instruction for it. Never in float32.
         """
         super().__init__(counters)
         assert covers(weights), "the kernels do not cover this network"
         self._network = weights.shape
-        self._shape, self._weights = _packed(weights, weight_format)
+        if multiplies_pairs is None:
+            multiplies_pairs = can_multiply_pairs(weight_format)
+        assert not multiplies_pairs or can_multiply_pairs(weight_format), "no such instruction"
+        self._shape, self._weights = _packed(weights, weight_format, in_pairs=multiplies_pairs)
         self._storage = storage
         self._kv = _flat(storage.tensor)  # the same memory
         self._weight_format = weight_format
         self._crew = _Crew(num_threads)
-        self._scratch = _Scratch(self._shape, num_threads)
+        inputs = input_dtype(weight_format, in_pairs=multiplies_pairs)
+        self._scratch = _Scratch(self._shape, num_threads, inputs)
 
     def __repr__(self) -> str:
         return f"compiled, {self._weight_format}, {self._crew.num_threads} threads"
@@ -112,6 +130,9 @@ class CPUDecoder(ModelRunner):
 
     def new_cache(self) -> PagedCache:
         return self._storage.new_cache()
+
+    def reserve_memory(self) -> None:
+        self._storage.reserve()
 
     def forward(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
         for piece in pieces:
@@ -240,10 +261,10 @@ def _batch(pieces: Sequence[Piece]) -> kernels.Batch:
 class _Scratch:
     """Buffers that grow with the largest batch so far."""
 
-    def __init__(self, shape: kernels.Shape, num_threads: int) -> None:
-        self._shape = shape
+    def __init__(self, shape: kernels.Shape, num_threads: int, input_dtype: type) -> None:
+        self._shape, self._input_dtype = shape, input_dtype
         self._local = np.empty((num_threads, kernels.local_size(shape)), np.float32)
-        self._buffers: dict[str, NDArray[np.float32]] = {}
+        self._buffers: dict[str, NDArray[Any]] = {}
 
     def views(self, batch: kernels.Batch) -> tuple[kernels.Scratch, NDArray[np.float32]]:
         """Return the buffers for ``batch``, and the logits: these are new each time."""
@@ -255,37 +276,51 @@ class _Scratch:
         scratch = kernels.Scratch(
             progress=np.zeros(2 * kernels.num_phases(shape.num_layers), np.int64),
             hidden=self._at_least("hidden", rows * shape.hidden),
-            normed=self._at_least("normed", rows * shape.hidden),
+            normed=self._inputs("normed", rows * shape.hidden),
             qkv=self._at_least("qkv", rows * qkv),
-            attended=self._at_least("attended", rows * attended),
-            gated=self._at_least("gated", rows * shape.intermediate),
-            parts=self._at_least("parts", slots * shape.num_heads * (shape.head_dim + 2)),
-            last=self._at_least("last", len(batch.wanted) * shape.hidden),
+            attended=self._inputs("attended", rows * attended),
+            gated=self._inputs("gated", rows * shape.intermediate),
+            parts=self._at_least("parts", slots * shape.num_heads * (shape.head_dim + LANES)),
+            last=self._inputs("last", len(batch.wanted) * shape.hidden),
             logits=logits.reshape(-1),
             local=self._local,
         )
         return scratch, logits
 
-    def _at_least(self, name: str, size: int) -> NDArray[np.float32]:
+    def _inputs(self, name: str, num_inputs: int) -> NDArray[Any]:
+        """Return room for the inputs of products."""
+        size = num_inputs // GROUP * input_group_size(self._input_dtype)
+        return self._at_least(name, size, self._input_dtype)
+
+    def _at_least(self, name: str, size: int, dtype: type = np.float32) -> NDArray[Any]:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[name] = np.empty(max(size, 1), np.float32)
+            buffer = self._buffers[name] = np.empty(max(size, 1), dtype)
         return buffer
 
 
 # --- Weights --------------------------------------------------------------------------------------
 
 
-def _packed(weights: DecoderWeights, form: str) -> tuple[kernels.Shape, kernels.Weights]:
+def input_dtype(form: str, *, in_pairs: bool) -> type:
+    """Return what inputs are kept in for products with weights of ``form``."""
+    if not in_pairs or form == "float32":
+        return np.float32
+    return np.uint16 if form == "bfloat16" else np.int16
+
+
+def _packed(
+    weights: DecoderWeights, form: str, *, in_pairs: bool
+) -> tuple[kernels.Shape, kernels.Weights]:
     network = weights.shape
     head_form = "int8" if form == "int4" else form
     matrices, starts, end = [], [], 0
     for layer in weights.layers:
         for matrix in (layer.qkv, layer.o, _interleaved(layer.gate_up), layer.down):
-            matrices.append(pack(matrix, form))
+            matrices.append(pack(matrix, form, in_pairs=in_pairs))
             starts.append(end)
             end += len(matrices[-1])
-    head = pack(_padded(weights.head), head_form)
+    head = pack(_padded(weights.head), head_form, in_pairs=in_pairs)
     shape = kernels.Shape(
         num_layers=network.num_layers,
         hidden=network.hidden_size,
@@ -327,19 +362,24 @@ def line_size(form: str) -> int:
             return TILE
 
 
-def pack(matrix: Tensor, form: str) -> NDArray[Any]:
+def pack(matrix: Tensor, form: str, *, in_pairs: bool = False) -> NDArray[Any]:
     """Return ``matrix``, ``(out, in)``, cut into tiles as ``multiply_tile`` reads them, flat.
 
-    ``out`` is a multiple of 32, and so is ``in`` where weights are integers.
+    ``in_pairs`` puts them in the order that products of pairs read, but for float32. ``out`` is a
+    multiple of 32, and so is ``in`` where weights are integers.
     """
     num_out, num_in = matrix.shape
     tiles = matrix.float().reshape(num_out // TILE, TILE, num_in).transpose(1, 2)
     if form == "float32":
         return _flat(tiles)
     if form == "bfloat16":
-        return _flat(tiles.to(torch.bfloat16))
+        tiles = tiles.to(torch.bfloat16)
+        return _flat(_side_by_side(tiles) if in_pairs else tiles)
     groups = tiles.reshape(len(tiles), num_in // GROUP, GROUP, TILE)  # (tile, group, line, column)
     parts = _int8_parts(groups) if form == "int8" else _int4_parts(groups)
+    if in_pairs:
+        *scales, integers = parts
+        parts = (*scales, _side_by_side(integers) if form == "int8" else _words(integers))
     packed = torch.cat([part.contiguous().view(torch.int8).flatten(2) for part in parts], dim=-1)
     return _flat(packed if form == "int8" else packed.view(torch.uint8))
 
@@ -356,6 +396,24 @@ def _int4_parts(groups: Tensor) -> tuple[Tensor, ...]:
     integers = (groups - minima.float()[:, :, None]) / _divisor(scales)[:, :, None]
     integers = integers.round().clamp(0, 15).to(torch.uint8)
     return scales, minima, integers[:, :, 0::2] | integers[:, :, 1::2] << 4
+
+
+def _side_by_side(lines: Tensor) -> Tensor:
+    """Return each two of ``lines``, ``(..., line, column)``, with their columns taking turns."""
+    *outer, num_lines, num_columns = lines.shape
+    return lines.reshape(*outer, num_lines // 2, 2, num_columns).transpose(-1, -2)
+
+
+def _words(pairs: Tensor) -> Tensor:
+    """Return bytes that hold two lines each, ``(..., 16, column)``, as words that hold eight.
+
+    In a word's lower half are the even lines, from the lowest bits up; in the upper half the odd.
+    """
+    *outer, num_bytes, num_columns = pairs.shape
+    eights = pairs.reshape(*outer, num_bytes // 4, 4, num_columns)
+    even, odd = eights & 15, eights >> 4
+    words = [half[..., 0::2, :] | half[..., 1::2, :] << 4 for half in (even, odd)]
+    return torch.cat(words, dim=-2).transpose(-1, -2)  # (..., word, column, byte)
 
 
 def _divisor(scales: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from sampler.cache_pool import BLOCK_SIZE
 from sampler.simd import (
+    GROUP,
     LANES,
+    PREFETCHED_BYTES,
     add,
     compiled,
     divide,
@@ -42,6 +44,7 @@ from sampler.simd import (
     splat,
     store,
     store_element,
+    store_inputs,
     subtract,
     yield_thread,
 )
@@ -56,6 +59,10 @@ ROWS_PER_JOB = 8
 """Rows of a prefilled sequence that attend together, so that keys are read once for all."""
 DRAWS_PER_THREAD = 4
 """In about how many units a product of few rows is divided, for each thread."""
+JOBS_PER_THREAD = 4
+"""How many jobs of single rows there are for each thread where one unit takes all heads."""
+BLOCKS_AHEAD = 4
+"""How far ahead of the block that is multiplied keys and values are fetched, in blocks."""
 _NORM_ROWS = 8
 _SPINS = 2000
 """How often a thread looks whether a phase is over before it lets others have its core."""
@@ -123,20 +130,25 @@ class Batch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Where results lie between phases; all float32 but ``progress``."""
+    """Where results lie between phases: float32, or where it says so inputs of products, which are
+    float32 or of 16 bits (``store_inputs``)."""
 
     progress: Array
     """``(2 * phases,)`` int64 zeros: tickets drawn, and units done, of each phase."""
     hidden: Array
     """``(rows, hidden)``: the residual stream."""
     normed: Array
+    """``(rows, hidden)`` inputs."""
     qkv: Array
+    """``(rows, (num_heads + 2 * num_kv_heads) * head_dim)``."""
     attended: Array
+    """``(rows, num_heads * head_dim)`` inputs."""
     gated: Array
+    """``(rows, intermediate)`` inputs."""
     parts: Array
-    """``(slots, num_heads, head_dim + 2)``: attention over one chunk: see ``_merge``."""
+    """``(slots, num_heads, head_dim + LANES)``: attention over one chunk: see ``_merge``."""
     last: Array
-    """``(wanted, hidden)``."""
+    """``(wanted, hidden)`` inputs."""
     logits: Array
     """``(wanted, vocab)``."""
     local: Array
@@ -155,8 +167,8 @@ def queries_per_job(num_heads: int, num_kv_heads: int) -> int:
 
 def local_size(shape: Shape) -> int:
     """Return how many floats a thread needs for itself."""
-    queries = queries_per_job(shape.num_heads, shape.num_kv_heads)
-    attention = queries * (3 * shape.head_dim + CHUNK_TOKENS + 4)
+    queries = max(queries_per_job(shape.num_heads, shape.num_kv_heads), shape.num_heads)
+    attention = queries * (3 * shape.head_dim + CHUNK_TOKENS + 2 * LANES)
     return max(attention, 2 * TILE * ROWS_PER_UNIT)
 
 
@@ -186,52 +198,83 @@ def _wait(progress: Array, phase: int, num_units: int) -> None:
 # --- Products -------------------------------------------------------------------------------------
 
 
-def _product(num_vectors: int, accumulates: bool, prefetches: bool) -> Any:
+def _product(accumulates: bool) -> Any:
     """Return a function that multiplies any number of rows with one tile of weights."""
 
     @compiled
     def product(
-        weights: Array, at: int, stride: int,
+        weights: Array, at: int, stride: int, apart: int, ahead: int, ahead_apart: int,
         inputs: Array, first: int, input_stride: int, length: int,
         outputs: Array, to: int, output_stride: int, num_rows: int,
     ) -> None:  # fmt: skip
         row = 0
         while num_rows - row >= 8:
             multiply_tile(
-                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
-                outputs, to + row * output_stride, output_stride, 8, num_vectors, accumulates,
-                prefetches,
+                weights, at, stride, apart, ahead, ahead_apart,
+                inputs, first + row * input_stride, input_stride, length,
+                outputs, to + row * output_stride, output_stride, 8, 2, accumulates,
             )  # fmt: skip
             row += 8
-        # What is left goes in tiles of 4, 2 and 1: each size of tile is code to be compiled.
+        # What is left goes in tiles of 4, 3, 2 and 1: each size of tile is code to be compiled.
         if num_rows - row >= 4:
             multiply_tile(
-                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
-                outputs, to + row * output_stride, output_stride, 4, num_vectors, accumulates,
-                prefetches,
+                weights, at, stride, apart, ahead, ahead_apart,
+                inputs, first + row * input_stride, input_stride, length,
+                outputs, to + row * output_stride, output_stride, 4, 2, accumulates,
             )  # fmt: skip
             row += 4
-        if num_rows - row >= 2:
+        first += row * input_stride
+        to += row * output_stride
+        if num_rows - row == 3:
             multiply_tile(
-                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
-                outputs, to + row * output_stride, output_stride, 2, num_vectors, accumulates,
-                prefetches,
+                weights, at, stride, apart, ahead, ahead_apart,
+                inputs, first, input_stride, length,
+                outputs, to, output_stride, 3, 2, accumulates,
             )  # fmt: skip
-            row += 2
+        if num_rows - row == 2:
+            multiply_tile(
+                weights, at, stride, apart, ahead, ahead_apart,
+                inputs, first, input_stride, length,
+                outputs, to, output_stride, 2, 2, accumulates,
+            )  # fmt: skip
         if num_rows - row == 1:
             multiply_tile(
-                weights, at, stride, inputs, first + row * input_stride, input_stride, length,
-                outputs, to + row * output_stride, output_stride, 1, num_vectors, accumulates,
-                prefetches,
+                weights, at, stride, apart, ahead, ahead_apart,
+                inputs, first, input_stride, length,
+                outputs, to, output_stride, 1, 2, accumulates,
             )  # fmt: skip
 
     return product
 
 
-_tile_product = _product(2, accumulates=False, prefetches=True)
-_tile_product_added = _product(2, accumulates=True, prefetches=True)
-_scores_product = _product(1, accumulates=False, prefetches=False)
-_values_product_added = _product(2, accumulates=True, prefetches=False)
+_product_of_tiles = _product(accumulates=False)
+_product_added = _product(accumulates=True)
+
+
+@compiled
+def _tile_product(
+    weights: Array, at: int, line: int, inputs: Array, first: int, length: int,
+    outputs: Array, to: int, output_stride: int, num_rows: int,
+) -> None:  # fmt: skip
+    """outputs = inputs, of which each row is ``length``, times a tile of a matrix."""
+    ahead = PREFETCHED_BYTES // weights.itemsize
+    _product_of_tiles(
+        weights, at, line, LANES, ahead, LANES, inputs, first, length, length,
+        outputs, to, output_stride, num_rows,
+    )  # fmt: skip
+
+
+@compiled
+def _tile_product_added(
+    weights: Array, at: int, line: int, inputs: Array, first: int, length: int,
+    outputs: Array, to: int, output_stride: int, num_rows: int,
+) -> None:  # fmt: skip
+    """The same for outputs += ..."""
+    ahead = PREFETCHED_BYTES // weights.itemsize
+    _product_added(
+        weights, at, line, LANES, ahead, LANES, inputs, first, length, length,
+        outputs, to, output_stride, num_rows,
+    )  # fmt: skip
 
 
 @compiled
@@ -270,12 +313,10 @@ def _linear(
             to = first_row * width + tile * TILE
             if adds:
                 _tile_product_added(
-                    weights, at, line, inputs, first, length, length, outputs, to, width, rows
+                    weights, at, line, inputs, first, length, outputs, to, width, rows
                 )
             else:
-                _tile_product(
-                    weights, at, line, inputs, first, length, length, outputs, to, width, rows
-                )
+                _tile_product(weights, at, line, inputs, first, length, outputs, to, width, rows)
         _done(progress, phase)
         unit = _draw(progress, phase)
     _wait(progress, phase, num_units)
@@ -300,9 +341,9 @@ def _gate(
         first = first_row * length
         for tile in range(first_tile, min(first_tile + span, num_tiles)):
             at = start + 2 * tile * length * line
-            _tile_product(weights, at, line, inputs, first, length, length, local, mine, TILE, rows)
+            _tile_product(weights, at, line, inputs, first, length, local, mine, TILE, rows)
             at += length * line
-            _tile_product(weights, at, line, inputs, first, length, length, local, up, TILE, rows)
+            _tile_product(weights, at, line, inputs, first, length, local, up, TILE, rows)
             _gate_tile(local, mine, up, outputs, first_row * width + tile * TILE, width, rows)
         _done(progress, phase)
         unit = _draw(progress, phase)
@@ -320,7 +361,9 @@ def _gate_tile(
             gate = load(local, gates + row * TILE + lane)
             sigmoid = divide(one, add(one, exp(multiply(gate, minus_one))))
             product = multiply(multiply(gate, sigmoid), load(local, gated + row * TILE + lane))
-            store(outputs, to + row * width + lane, product)
+            store(local, gates + row * TILE + lane, product)
+        low = load(local, gates + row * TILE)
+        store_inputs(outputs, to + row * width, low, load(local, gates + row * TILE + LANES))
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -338,9 +381,12 @@ def _norm(
         total = fused_multiply_add(value, value, total)
     mean = lane_sum(total) / np.float32(length)
     factor = splat(np.float32(1.0) / np.sqrt(mean + np.float32(epsilon)))
-    for lane in range(0, length, LANES):
-        scaled = multiply(load(inputs, first + lane), factor)
-        store(outputs, to + lane, multiply(scaled, load(gain, gain_at + lane)))
+    for group in range(0, length, GROUP):
+        low = multiply(load(inputs, first + group), factor)
+        high = multiply(load(inputs, first + group + LANES), factor)
+        low = multiply(low, load(gain, gain_at + group))
+        high = multiply(high, load(gain, gain_at + group + LANES))
+        store_inputs(outputs, to + group, low, high)
 
 
 @compiled
@@ -445,7 +491,7 @@ def _merge(into: Array, at: int, part: Array, first: int, head_dim: int) -> None
     """Add attention over one chunk to that over the chunks before it.
 
     Each is ``head_dim`` sums of values, weighted by e to the power of score minus the greatest
-    score; then that greatest score, and the sum of the weights.
+    score; then that greatest score, the sum of the weights, and what fills a vector.
     """
     greatest, weight = at + head_dim, at + head_dim + 1
     top = max(into[greatest], part[first + head_dim])
@@ -461,8 +507,8 @@ def _merge(into: Array, at: int, part: Array, first: int, head_dim: int) -> None
 
 @compiled
 def _clear(into: Array, at: int, head_dim: int) -> None:
-    for i in range(head_dim):
-        into[at + i] = 0.0
+    for lane in range(0, head_dim + LANES, LANES):
+        store(into, at + lane, splat(np.float32(0.0)))
     into[at + head_dim] = -np.inf
     into[at + head_dim + 1] = 0.0
 
@@ -470,8 +516,10 @@ def _clear(into: Array, at: int, head_dim: int) -> None:
 @compiled
 def _finish(part: Array, first: int, outputs: Array, to: int, head_dim: int) -> None:
     factor = splat(np.float32(1.0) / part[first + head_dim + 1])
-    for lane in range(0, head_dim, LANES):
-        store(outputs, to + lane, multiply(load(part, first + lane), factor))
+    for group in range(0, head_dim, GROUP):
+        low = multiply(load(part, first + group), factor)
+        high = multiply(load(part, first + group + LANES), factor)
+        store_inputs(outputs, to + group, low, high)
 
 
 @compiled
@@ -504,17 +552,27 @@ def _prefetch_slab(kv: Array, at: int, size: int) -> None:
 
 
 @compiled
+def _slab_at(i: int, blocks: Array, block_size: int, keys_at: int, values_at: int) -> int:
+    """Return where the ``i``-th slab is that one chunk goes through: all keys, then all values."""
+    if i < len(blocks):
+        return blocks[i] * block_size + keys_at  # type: ignore[no-any-return]
+    i = min(i - len(blocks), len(blocks) - 1)
+    return blocks[i] * block_size + values_at  # type: ignore[no-any-return]
+
+
+@compiled
 def _attend(
-    job: int, kv_head: int, layer: int, shape: Shape, batch: Batch, scratch: Scratch, kv: Array,
-    thread: int,
+    job: int, first_head: int, num_heads: int, layer: int, shape: Shape, batch: Batch,
+    scratch: Scratch, kv: Array, thread: int,
 ) -> None:  # fmt: skip
-    """Let some rows attend to some chunks of their sequence, with the queries of one KV head."""
+    """Let some rows attend to some chunks of their sequence, with the queries of some KV heads."""
     head_dim, kv_heads = shape.head_dim, shape.num_kv_heads
     group = shape.num_heads // kv_heads
     first_row, num_rows, first_chunk, num_chunks, slot = batch.jobs[job]
-    num_queries = num_rows * group
+    per_head = num_rows * group
+    num_queries = num_heads * per_head
     width = (shape.num_heads + 2 * kv_heads) * head_dim
-    part_size = head_dim + 2
+    part_size = head_dim + LANES
 
     local = scratch.local
     queries = thread * local.shape[1]
@@ -525,37 +583,46 @@ def _attend(
 
     scale = splat(np.float32(1.0 / np.sqrt(head_dim)))
     for query in range(num_queries):
-        row, head = first_row + query // group, kv_head * group + query % group
+        row = first_row + query % per_head // group
+        head = (first_head + query // per_head) * group + query % group
         at = row * width + head * head_dim
         for lane in range(0, head_dim, LANES):
             value = multiply(load(scratch.qkv, at + lane), scale)
             store(local, queries + query * head_dim + lane, value)
         _clear(local, totals + query * part_size, head_dim)
 
-    sequence = batch.sequences[first_row]
     end = batch.positions[first_row + num_rows - 1] + 1
+    table = batch.tables[batch.sequences[first_row]]
     slab = BLOCK_SIZE * head_dim
     block_size = shape.num_layers * 2 * kv_heads * slab
+    keys_at = (layer * 2 * kv_heads + first_head) * slab  # in a block
+    values_at = keys_at + kv_heads * slab
     for chunk in range(first_chunk, first_chunk + num_chunks):
         start = chunk * CHUNK_TOKENS
         num_tokens = min(end - start, CHUNK_TOKENS)
         num_blocks = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE
-        for i in range(num_blocks):
-            block = batch.tables[sequence, start // BLOCK_SIZE + i]
-            keys = (((block * shape.num_layers + layer) * 2) * kv_heads + kv_head) * slab
-            if i + 2 < num_blocks:
-                later = batch.tables[sequence, start // BLOCK_SIZE + i + 2]
-                _prefetch_slab(kv, keys + (later - block) * block_size, slab)
-            _prefetch_slab(kv, keys + kv_heads * slab, slab)
-            _scores_product(
-                kv, keys, BLOCK_SIZE, local, queries, head_dim, head_dim,
-                local, scores + i * BLOCK_SIZE, CHUNK_TOKENS, num_queries,
-            )  # fmt: skip
+        blocks = table[start // BLOCK_SIZE : start // BLOCK_SIZE + num_blocks]
+        for i in range(min(BLOCKS_AHEAD, 2 * num_blocks)):
+            at = _slab_at(i, blocks, block_size, keys_at, values_at)
+            _prefetch_slab(kv, at, num_heads * slab)
+        for i in range(0, num_blocks, 2):
+            # Two blocks at a time: one of them would be a wait for each sum. Without another one
+            # it is multiplied twice, and what that gives lies where no scores are.
+            apart = (blocks[min(i + 1, num_blocks - 1)] - blocks[i]) * block_size
+            keys = blocks[i] * block_size + keys_at
+            later = _slab_at(i + BLOCKS_AHEAD, blocks, block_size, keys_at, values_at)
+            last = _slab_at(i + BLOCKS_AHEAD + 1, blocks, block_size, keys_at, values_at)
+            for head in range(num_heads):
+                query = head * per_head
+                _product_of_tiles(
+                    kv, keys + head * slab, BLOCK_SIZE, apart, later - keys, last - later,
+                    local, queries + query * head_dim, head_dim, head_dim,
+                    local, scores + query * CHUNK_TOKENS + i * BLOCK_SIZE, CHUNK_TOKENS, per_head,
+                )  # fmt: skip
         for query in range(num_queries):
-            limit = batch.positions[first_row + query // group] + 1 - start
+            limit = batch.positions[first_row + query % per_head // group] + 1 - start
             at = parts + query * part_size
-            for i in range(head_dim):
-                local[at + i] = 0.0
+            _clear(local, at, head_dim)
             if limit > 0:
                 top, weight = _softmax(
                     local, scores + query * CHUNK_TOKENS,
@@ -563,21 +630,25 @@ def _attend(
                 )  # fmt: skip
                 local[at + head_dim], local[at + head_dim + 1] = top, weight
         for i in range(num_blocks):
-            block = batch.tables[sequence, start // BLOCK_SIZE + i]
-            values = (((block * shape.num_layers + layer) * 2 + 1) * kv_heads + kv_head) * slab
             filled = min(BLOCK_SIZE, num_tokens - i * BLOCK_SIZE)
-            for lane in range(0, head_dim, TILE):
-                _values_product_added(
-                    kv, values + lane, head_dim, local, scores + i * BLOCK_SIZE, CHUNK_TOKENS,
-                    filled, local, parts + lane, part_size, num_queries,
-                )  # fmt: skip
+            values = blocks[i] * block_size + values_at
+            later = _slab_at(num_blocks + i + BLOCKS_AHEAD, blocks, block_size, keys_at, values_at)
+            for head in range(num_heads):
+                query = head * per_head
+                for lane in range(0, head_dim, TILE):
+                    _product_added(
+                        kv, values + head * slab + lane, head_dim, LANES, later - values, LANES,
+                        local, scores + query * CHUNK_TOKENS + i * BLOCK_SIZE, CHUNK_TOKENS, filled,
+                        local, parts + query * part_size + lane, part_size, per_head,
+                    )  # fmt: skip
         for query in range(num_queries):
-            if batch.positions[first_row + query // group] >= start:
+            if batch.positions[first_row + query % per_head // group] >= start:
                 part = parts + query * part_size
                 _merge(local, totals + query * part_size, local, part, head_dim)
 
     for query in range(num_queries):
-        row, head = first_row + query // group, kv_head * group + query % group
+        row = first_row + query % per_head // group
+        head = (first_head + query // per_head) * group + query % group
         part = totals + query * part_size
         if slot < 0:
             to = (row * shape.num_heads + head) * head_dim
@@ -585,8 +656,8 @@ def _attend(
         else:
             part = parts + query * part_size  # one chunk: others merge it
             to = (slot * shape.num_heads + head) * part_size
-            for i in range(part_size):
-                scratch.parts[to + i] = local[part + i]
+            for lane in range(0, part_size, LANES):
+                store(scratch.parts, to + lane, load(local, part + lane))
 
 
 @compiled
@@ -595,11 +666,16 @@ def _attend_jobs(
     kv: Array, thread: int,
 ) -> None:  # fmt: skip
     num_jobs = len(batch.jobs)
-    num_units = num_jobs * shape.num_kv_heads
+    # Many jobs of single rows take all heads at once, whose keys lie next to each other.
+    are_single = len(batch.merges) == len(batch.token_ids)
+    are_many = num_jobs >= JOBS_PER_THREAD * len(scratch.local)
+    num_heads = shape.num_kv_heads if are_single and are_many else 1
+    num_units = num_jobs * (shape.num_kv_heads // num_heads)
     unit = _draw(progress, phase)
     while unit < num_units:
         # All jobs of one head one after the other: their keys are in the cache then.
-        _attend(unit % num_jobs, unit // num_jobs, layer, shape, batch, scratch, kv, thread)
+        job, head = unit % num_jobs, unit // num_jobs
+        _attend(job, head, num_heads, layer, shape, batch, scratch, kv, thread)
         _done(progress, phase)
         unit = _draw(progress, phase)
     _wait(progress, phase, num_units)
@@ -610,7 +686,7 @@ def _merge_rows(
     progress: Array, phase: int, shape: Shape, batch: Batch, scratch: Scratch, thread: int
 ) -> None:
     head_dim = shape.head_dim
-    part_size = head_dim + 2
+    part_size = head_dim + LANES
     total = thread * scratch.local.shape[1]
     local = scratch.local.reshape(-1)
     num_units = len(batch.merges)

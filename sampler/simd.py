@@ -6,17 +6,23 @@ two of AVX2, or four of NEON, and each lane of a product is a chain of fused mul
 inner dimension, from its first element to its last. So a result depends on its own row and column
 only: not on how many rows are computed beside it, nor on how work is split over threads. That is
 what makes what is sampled independent of the neighbours in a batch.
+
+Where the processor can, products take two elements at a time in 16 bits (``store_inputs``): a chain
+then goes on in pairs of bfloat16, or, with integers, in groups that are summed exactly.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import config, extending, njit
 from numba.core import cgutils, types
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import models, register_model
 
 from sampler.user_cache import user_cache
@@ -45,7 +51,8 @@ def _compiled(function: Callable[..., Any], **options: bool) -> Any:
     """
     before = _config.CACHE_DIR
     _config.CACHE_DIR = str(user_cache() / "kernels" / _version())
-    options |= {"nogil": True, "no_cfunc_wrapper": True}
+    # Without counts of references: all threads would write to those of one array.
+    options |= {"nogil": True, "no_cfunc_wrapper": True, "_nrt": False}
     try:
         return _njit(cache=True, **options)(function)
     except RuntimeError:  # nowhere to write, as in some containers: each process compiles anew
@@ -116,7 +123,7 @@ def _floats(value: float) -> Any:
 
 
 def _splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, undefined, _ints(0))
 
@@ -304,32 +311,132 @@ def exp(context: Any, vector: Any) -> Any:
     return float32x16(float32x16), generate
 
 
-# --- The matrix product ---------------------------------------------------------------------------
+# --- The inputs of products -----------------------------------------------------------------------
 
 GROUP = 32
-"""How many successive weights of a column share a scale, where weights are integers."""
+"""How many successive weights of a column share a scale, where weights are integers; and how many
+successive inputs do, where they are."""
+
+_BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
+_SHORTS = ir.VectorType(_SHORT, 2 * LANES)
+_BYTES = ir.VectorType(_BYTE, 2 * LANES)
+_GREATEST_INPUT = 32767.0
+_LEAST_DIVISOR = 0x0400_0000
+"""The bits of 1.5e-36: 32767 divided by less may be infinite."""
 
 
-def _columns_of_floats(builder: Any, line: Any, vectors: int, dtype: Any) -> list[Any]:
-    """Return one line of a tile: the weights of all columns at one inner position."""
-    return [
-        _load(builder, builder.gep(line, [_index(vector * LANES)]), dtype)
-        for vector in range(vectors)
-    ]
+def processor_has(feature: str) -> bool:
+    """Tell whether code is compiled for a processor with ``feature``, which LLVM names."""
+    features = _config.CPU_FEATURES
+    features = get_host_cpu_features() if features is None else features
+    return f"+{feature}" in features.split(",")
 
 
-_PREFETCHED_BYTES = 4096
+def input_group_size(dtype: type) -> int:
+    """Return how many elements a group of 32 inputs takes in an array of ``dtype``.
+
+    In float32, and in bfloat16 as uint16, it is 32; in int16 the 32 integers, then, each as the
+    bits of a float32, their scale and their sum times it.
+    """
+    return GROUP + 4 if dtype is np.int16 else GROUP
+
+
+def _input_index(builder: Any, dtype: Any, number: Any) -> Any:
+    """Return the index of the element where input ``number`` is, in int16 the first of a group."""
+    if dtype != types.int16:
+        return number
+    return builder.mul(builder.sdiv(number, _index(GROUP)), _index(input_group_size(np.int16)))
+
+
+@intrinsic
+def store_inputs(context: Any, array: Any, index: Any, low: Any, high: Any) -> Any:
+    """Let a group of inputs be the 32 numbers of ``low`` and ``high``.
+
+    ``index`` counts inputs, in whichever form they are. In bfloat16 each is rounded to the nearest
+    even; in int16 the one of greatest magnitude becomes 32767, and the others what is nearest to
+    them on that scale.
+    """
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, *halves = arguments
+        dtype = signature.args[0].dtype
+        index = _input_index(builder, dtype, index)
+        address = _address(target, builder, signature.args[0], array, index)
+        if dtype == types.int16:
+            _store_integers(builder, address, halves)
+        else:
+            for number, half in enumerate(halves):
+                value = _bfloat_bits(builder, half) if dtype == types.uint16 else half
+                _write(builder, value, address, number * LANES)
+        return target.get_dummy_value()
+
+    return types.void(array, types.intp, float32x16, float32x16), generate
+
+
+def _bfloat_bits(builder: Any, vector: Any) -> Any:
+    bits = builder.bitcast(vector, _INTS)
+    odd = builder.and_(builder.lshr(bits, _ints(16)), _ints(1))
+    rounded = builder.add(builder.add(bits, _ints(0x7FFF)), odd)
+    return builder.trunc(builder.lshr(rounded, _ints(16)), ir.VectorType(_SHORT, LANES))
+
+
+def _store_integers(builder: Any, address: Any, halves: list[Any]) -> None:
+    # Bits without the sign are in the order of magnitudes, and above them all is what is no number:
+    # of it the scale is none either, nor are the products.
+    bits = [builder.and_(builder.bitcast(half, _INTS), _ints(0x7FFF_FFFF)) for half in halves]
+    both = _call(builder, "llvm.umax.v16i32", _INTS, *bits)
+    top = _call(builder, "llvm.vector.reduce.umax.v16i32", _INT, both)
+    is_tiny = builder.icmp_unsigned("<", top, ir.Constant(_INT, _LEAST_DIVISOR))
+    magnitude = builder.bitcast(top, _FLOAT)
+    factor = builder.fdiv(ir.Constant(_FLOAT, _GREATEST_INPUT), magnitude)
+    factor = builder.select(is_tiny, ir.Constant(_FLOAT, 0.0), factor)
+    scale = builder.fmul(magnitude, ir.Constant(_FLOAT, 1 / _GREATEST_INPUT))
+    integers = []
+    for number, half in enumerate(halves):
+        scaled = builder.fmul(half, _splat(builder, factor))
+        whole = _call(builder, "llvm.rint.v16f32", _VECTOR, scaled)
+        integers.append(builder.fptosi(whole, _INTS))
+        shorts = builder.trunc(integers[-1], ir.VectorType(_SHORT, LANES))
+        _write(builder, shorts, address, number * LANES)
+    total = _call(builder, "llvm.vector.reduce.add.v16i32", _INT, builder.add(*integers))
+    _write(builder, scale, address, GROUP)
+    _write(builder, builder.fmul(builder.sitofp(total, _FLOAT), scale), address, GROUP + 2)
+
+
+def _write(builder: Any, value: Any, address: Any, offset: int) -> None:
+    """Store ``value`` where the element is that is ``offset`` elements after ``address``."""
+    place = builder.gep(address, [_index(offset)])
+    builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=1)
+
+
+# --- The matrix product ---------------------------------------------------------------------------
+
+_STEP = 8
+"""How many inner positions of packed integers are gone through at once: 4 bits each of a word."""
+_CACHE_LINE_BYTES = 64
+PREFETCHED_BYTES = 4096
 """How far ahead weights are fetched: eight rows at once take half the time for it (measured)."""
 
 
-def _prefetch_ahead(builder: Any, line: Any) -> None:
-    """Have what lies ahead of ``line`` brought to the nearest cache."""
-    address = builder.bitcast(line, ir.IntType(8).as_pointer())
-    _prefetch(builder, builder.gep(address, [_index(_PREFETCHED_BYTES)]))
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's type, for which llvmlite has no name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _prefetch_ahead(builder: Any, line: Any, num_bytes: int = 1) -> None:
+    """Have what lies ahead of the bytes from ``line`` on brought to the nearest cache."""
+    address = builder.bitcast(line, _BYTE.as_pointer())
+    for offset in range(0, num_bytes, _CACHE_LINE_BYTES):
+        _prefetch(builder, builder.gep(address, [_index(PREFETCHED_BYTES + offset)]))
 
 
 def _prefetch(builder: Any, address: Any) -> None:
-    address = builder.bitcast(address, ir.IntType(8).as_pointer())
+    address = builder.bitcast(address, _BYTE.as_pointer())
     function_type = ir.FunctionType(ir.VoidType(), [address.type, _INT, _INT, _INT])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
     to_read, all_caches, data = (ir.Constant(_INT, value) for value in (0, 3, 1))
@@ -340,19 +447,37 @@ def _index(value: int) -> Any:
     return ir.Constant(ir.IntType(64), value)
 
 
+def _moved(builder: Any, address: Any, count: Any, times: Any) -> Any:
+    return builder.gep(address, [builder.mul(count, times)])
+
+
+def _vector_at(builder: Any, address: Any, num_bytes: int, vector: Any) -> Any:
+    """Read a ``vector`` that begins ``num_bytes`` after ``address``."""
+    place = builder.gep(builder.bitcast(address, _BYTE.as_pointer()), [_index(num_bytes)])
+    return builder.load(builder.bitcast(place, vector.as_pointer()), align=1)
+
+
+def _splats(builder: Any, row_inputs: list[Any], position: Any, kind: Any) -> list[Any]:
+    """Return for each row the number of type ``kind`` at ``position``, in all lanes."""
+    found = []
+    for row_input in row_inputs:
+        place = builder.bitcast(builder.gep(row_input, [position]), kind.as_pointer())
+        found.append(_splat(builder, builder.load(place, align=1)))
+    return found
+
+
 class _Group:
     """One group of quantised weights.
 
-    Scales, and for 4 bits minima, of all columns as float16; then a line of integers for each inner
-    position, or for 4 bits for each two.
+    Scales, and for 4 bits minima, of all columns as float16; then the integers.
     """
 
     def __init__(self, builder: Any, address: Any, vectors: int, *, is_packed: bool) -> None:
         self._builder, self._vectors, self._is_packed = builder, vectors, is_packed
         width = vectors * LANES
-        self._scales = self._halves_at(address, 0)
-        self._minima = self._halves_at(address, 2 * width) if is_packed else []
-        self._lines = builder.gep(address, [_index(2 * width * (1 + is_packed))])
+        self.scales = self._halves_at(address, 0)
+        self.minima = self._halves_at(address, 2 * width) if is_packed else []
+        self._integers = builder.gep(address, [_index(2 * width * (1 + is_packed))])
 
     @staticmethod
     def num_bytes(vectors: int, *, is_packed: bool) -> int:
@@ -371,25 +496,178 @@ class _Group:
     def lines(self, number: Any) -> list[list[Any]]:
         """Return line ``number`` as floats: the columns at one inner position, or at two."""
         builder = self._builder
-        line = builder.gep(self._lines, [builder.mul(number, _index(self._vectors * LANES))])
+        line = _moved(builder, self._integers, number, _index(self._vectors * LANES))
         _prefetch_ahead(builder, line)
         whole = [
-            _read(builder, builder.gep(line, [_index(v * LANES)]), ir.IntType(8))
+            _read(builder, builder.gep(line, [_index(v * LANES)]), _BYTE)
             for v in range(self._vectors)
         ]
         if not self._is_packed:
             floats = [builder.sitofp(builder.sext(w, _INTS), _VECTOR) for w in whole]
-            return [[builder.fmul(f, s) for f, s in zip(floats, self._scales, strict=True)]]
+            return [[builder.fmul(f, s) for f, s in zip(floats, self.scales, strict=True)]]
         wide = [builder.zext(w, _INTS) for w in whole]
         low = [builder.and_(w, _ints(15)) for w in wide]
         high = [builder.lshr(w, _ints(4)) for w in wide]
         return [
             [
                 _fma(builder, builder.uitofp(part, _VECTOR), scale, minimum)
-                for part, scale, minimum in zip(half, self._scales, self._minima, strict=True)
+                for part, scale, minimum in zip(half, self.scales, self.minima, strict=True)
             ]
             for half in (low, high)
         ]
+
+    def pairs(self, step: Any) -> list[list[Any]]:
+        """Return the integers of 8 inner positions in 16 bits: the columns at each two of them."""
+        builder, vectors = self._builder, self._vectors
+        num_bytes = _STEP * vectors * LANES // (1 + self._is_packed)
+        first = _moved(builder, self._integers, step, _index(num_bytes))
+        _prefetch_ahead(builder, first, num_bytes)
+        if not self._is_packed:
+            return [
+                [
+                    builder.sext(_vector_at(builder, first, 2 * LANES * place, _BYTES), _SHORTS)
+                    for place in range(pair * vectors, (pair + 1) * vectors)
+                ]
+                for pair in range(_STEP // 2)
+            ]
+        words = [_vector_at(builder, first, 4 * LANES * v, _SHORTS) for v in range(vectors)]
+        return [
+            [builder.and_(builder.lshr(w, _shorts(4 * pair)), _shorts(15)) for w in words]
+            for pair in range(_STEP // 2)
+        ]
+
+
+def _shorts(value: int) -> Any:
+    return ir.Constant(_SHORTS, [value] * 2 * LANES)
+
+
+class _Tile:
+    """Writes the code that adds a product to the sums of a tile, which lie in registers."""
+
+    def __init__(self, builder: Any, rows: int, vectors: int) -> None:
+        self._builder, self._vectors = builder, vectors
+        self.cells = [(row, vector) for row in range(rows) for vector in range(vectors)]
+        self.sums = self._new_sums(_VECTOR)
+
+    def _new_sums(self, vector: Any) -> dict[tuple[int, int], Any]:
+        return {cell: cgutils.alloca_once(self._builder, vector) for cell in self.cells}
+
+    def _accumulate(
+        self,
+        sums: dict[tuple[int, int], Any],
+        columns: list[Any],
+        inputs: list[Any],
+        multiply_add: Callable[..., Any],
+    ) -> None:
+        """Add to each sum what its column's weights and its row's inputs give."""
+        builder = self._builder
+        for row, vector in self.cells:
+            total = builder.load(sums[row, vector])
+            total = multiply_add(builder, columns[vector], inputs[row], total)
+            builder.store(total, sums[row, vector])
+
+    def add_lines(
+        self,
+        weights: Any,
+        stride: Any,
+        apart: Any,
+        ahead: tuple[Any, Any],
+        row_inputs: list[Any],
+        length: Any,
+        dtype: Any,
+    ) -> None:
+        """Multiply lines of floats with inputs in float32."""
+        builder = self._builder
+        numbers = [_index(vector) for vector in range(self._vectors)]
+        with cgutils.for_range(builder, length) as loop:
+            line = _moved(builder, weights, stride, loop.index)
+            later = builder.gep(line, [ahead[0]])
+            for number in numbers:
+                _prefetch(builder, _moved(builder, later, ahead[1], number))
+            places = [_moved(builder, line, apart, number) for number in numbers]
+            columns = [_load(builder, place, dtype) for place in places]
+            inputs = _splats(builder, row_inputs, loop.index, _FLOAT)
+            self._accumulate(self.sums, columns, inputs, _fma)
+
+    def add_bfloat_pairs(
+        self, weights: Any, stride: Any, row_inputs: list[Any], length: Any
+    ) -> None:
+        """Multiply bfloat16 with inputs in it."""
+        builder = self._builder
+        width = 4 * LANES  # of a vector, in bytes
+        with cgutils.for_range(builder, builder.sdiv(length, _index(2))) as pairs:
+            position = builder.mul(pairs.index, _index(2))
+            line = _moved(builder, weights, stride, position)
+            _prefetch_ahead(builder, line, self._vectors * width)
+            columns = [_vector_at(builder, line, v * width, _BFLOATS) for v in range(self._vectors)]
+            inputs = _splats(builder, row_inputs, position, _INT)
+            self._accumulate(self.sums, columns, inputs, _add_bfloat_products)
+
+    def add_groups(
+        self, weights: Any, row_inputs: list[Any], length: Any, *, is_packed: bool
+    ) -> None:
+        """Multiply integers with inputs in float32."""
+        builder = self._builder
+        per_line = 1 + is_packed
+        with self._groups(weights, length, is_packed=is_packed) as (number, group):
+            first = builder.mul(number, _index(GROUP))
+            with cgutils.for_range(builder, _index(GROUP // per_line)) as lines:
+                position = builder.add(first, builder.mul(lines.index, _index(per_line)))
+                for offset, columns in enumerate(group.lines(lines.index)):
+                    at = builder.add(position, _index(offset))
+                    inputs = _splats(builder, row_inputs, at, _FLOAT)
+                    self._accumulate(self.sums, columns, inputs, _fma)
+
+    def add_integer_pairs(
+        self, weights: Any, row_inputs: list[Any], length: Any, *, is_packed: bool
+    ) -> None:
+        """Multiply integers with inputs in int16. The sum over a group is exact, then scaled."""
+        builder = self._builder
+        sums = self._new_sums(_INTS)
+        with self._groups(weights, length, is_packed=is_packed) as (number, group):
+            for place in sums.values():
+                builder.store(_ints(0), place)
+            first = builder.mul(number, _index(input_group_size(np.int16)))
+            with cgutils.for_range(builder, _index(GROUP // _STEP)) as steps:
+                position = builder.add(first, builder.mul(steps.index, _index(_STEP)))
+                for pair, columns in enumerate(group.pairs(steps.index)):
+                    at = builder.add(position, _index(2 * pair))
+                    inputs = _splats(builder, row_inputs, at, _INT)
+                    self._accumulate(sums, columns, inputs, _add_integer_products)
+            scale_at, total_at = (builder.add(first, _index(GROUP + n)) for n in (0, 2))
+            scales = _splats(builder, row_inputs, scale_at, _FLOAT)
+            totals = _splats(builder, row_inputs, total_at, _FLOAT)
+            for row, vector in self.cells:
+                whole = builder.sitofp(builder.load(sums[row, vector]), _VECTOR)
+                product = builder.fmul(whole, scales[row])
+                total = builder.load(self.sums[row, vector])
+                total = _fma(builder, product, group.scales[vector], total)
+                if is_packed:
+                    total = _fma(builder, totals[row], group.minima[vector], total)
+                builder.store(total, self.sums[row, vector])
+
+    @contextmanager
+    def _groups(
+        self, weights: Any, length: Any, *, is_packed: bool
+    ) -> Iterator[tuple[Any, _Group]]:
+        """Loop over the groups: the body is for the number of one, and for what is in it."""
+        builder = self._builder
+        size = _Group.num_bytes(self._vectors, is_packed=is_packed)
+        with cgutils.for_range(builder, builder.sdiv(length, _index(GROUP))) as groups:
+            address = _moved(builder, weights, groups.index, _index(size))
+            yield groups.index, _Group(builder, address, self._vectors, is_packed=is_packed)
+
+
+def _add_bfloat_products(builder: Any, weights: Any, inputs: Any, total: Any) -> Any:
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return _call(builder, name, _VECTOR, total, weights, builder.bitcast(inputs, _BFLOATS))
+
+
+def _add_integer_products(builder: Any, weights: Any, inputs: Any, total: Any) -> Any:
+    # With the addition it becomes one instruction (vpdpwssd).
+    name = "llvm.x86.avx512.pmaddw.d.512"
+    products = _call(builder, name, _INTS, weights, builder.bitcast(inputs, _SHORTS))
+    return builder.add(total, products)
 
 
 @intrinsic(prefer_literal=True)
@@ -398,6 +676,9 @@ def multiply_tile(
     weights: Any,
     weights_index: Any,
     weights_stride: Any,
+    weights_apart: Any,
+    ahead: Any,
+    ahead_apart: Any,
     inputs: Any,
     inputs_index: Any,
     inputs_stride: Any,
@@ -408,80 +689,66 @@ def multiply_tile(
     num_rows: Any,
     num_vectors: Any,
     accumulates: Any,
-    prefetches: Any,
 ) -> Any:
     """Let a tile of ``outputs`` be a product, or with ``accumulates`` add the product to it.
 
     ``outputs[r, c] = sum over k < length of inputs[r, k] * weights[k, c]`` for ``num_rows`` rows
     and ``16 * num_vectors`` columns; both are literals, so the sums stay in registers. Indices and
-    strides are in elements of flat arrays. Weights are
+    strides are in elements of flat arrays, of inputs in numbers. For inputs in float32 weights are
 
-    * float32, or uint16 for bfloat16: a line of columns every ``weights_stride``;
+    * float32, or uint16 for bfloat16: a line of columns every ``weights_stride``, each 16 of them
+      ``weights_apart`` from the last; what lies ``ahead`` of them is brought near, where they are
+      ``ahead_apart``;
     * int8 or, for 4 bits, uint8: groups of 32 lines, one after the other, each led by its scales;
       4-bit weights come in pairs, the even line in the lower bits, and are scaled from a minimum.
 
-    ``prefetches`` is for weights that follow each other in memory; the grouped ones always do.
+    For inputs in bfloat16 they are bfloat16, and each two lines are one, in which the two numbers
+    of a column are side by side. For inputs in int16 they are integers in groups as above, but in
+    another order: 8 bits as bfloat16 is; 4 bits in words of eight lines, the even ones in a word's
+    lower half, from the lowest bits up, and the odd ones in its upper half.
     """
     rows, vectors = num_rows.literal_value, num_vectors.literal_value
     begins_with_outputs = bool(accumulates.literal_value)
-    is_grouped = weights.dtype in (types.int8, types.uint8)
     is_packed = weights.dtype == types.uint8
-    looks_ahead = bool(prefetches.literal_value)
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, at, stride, inputs, from_, input_stride, length, outputs, to, step, *_ = arguments
-
-        def moved(address: Any, count: Any, times: Any) -> Any:
-            return builder.gep(address, [builder.mul(count, times)])
-
-        first_weight = _address(target, builder, signature.args[0], weights, at)
-        first_input = _address(target, builder, signature.args[3], inputs, from_)
-        first_output = _address(target, builder, signature.args[7], outputs, to)
-        cells = [(row, vector) for row in range(rows) for vector in range(vectors)]
+        weights, at, stride, apart, ahead, ahead_apart, inputs, from_, *rest = arguments
+        input_stride, length, outputs, to, step, *_ = rest
+        weights_type, inputs_type, outputs_type = (signature.args[n] for n in (0, 6, 10))
+        from_, input_stride = (
+            _input_index(builder, inputs_type.dtype, number) for number in (from_, input_stride)
+        )
+        first_weight = _address(target, builder, weights_type, weights, at)
+        first_input = _address(target, builder, inputs_type, inputs, from_)
+        first_output = _address(target, builder, outputs_type, outputs, to)
+        tile = _Tile(builder, rows, vectors)
         places = {}
-        for row, vector in cells:
-            line = moved(first_output, step, _index(row))
+        for row, vector in tile.cells:
+            line = _moved(builder, first_output, step, _index(row))
             place = builder.gep(line, [_index(vector * LANES)])
             places[row, vector] = builder.bitcast(place, _VECTOR.as_pointer())
-        sums = {cell: cgutils.alloca_once(builder, _VECTOR) for cell in cells}
-        for cell in cells:
-            begin = builder.load(places[cell], align=1) if begins_with_outputs else _floats(0.0)
-            builder.store(begin, sums[cell])
-        row_inputs = [moved(first_input, input_stride, _index(row)) for row in range(rows)]
-
-        def accumulate(position: Any, columns: list[Any]) -> None:
-            for row in range(rows):
-                value = _splat(builder, builder.load(builder.gep(row_inputs[row], [position])))
-                for vector, column in enumerate(columns):
-                    total = builder.load(sums[row, vector])
-                    builder.store(_fma(builder, column, value, total), sums[row, vector])
-
-        if is_grouped:
-            size = _Group.num_bytes(vectors, is_packed=is_packed)
-            positions_per_line = 1 + is_packed
-            with cgutils.for_range(builder, builder.sdiv(length, _index(GROUP))) as groups:
-                address = moved(first_weight, groups.index, _index(size))
-                group = _Group(builder, address, vectors, is_packed=is_packed)
-                first = builder.mul(groups.index, _index(GROUP))
-                with cgutils.for_range(builder, _index(GROUP // positions_per_line)) as lines:
-                    offset = builder.mul(lines.index, _index(positions_per_line))
-                    position = builder.add(first, offset)
-                    for number, columns in enumerate(group.lines(lines.index)):
-                        accumulate(builder.add(position, _index(number)), columns)
+        for cell, place in places.items():
+            begin = builder.load(place, align=1) if begins_with_outputs else _floats(0.0)
+            builder.store(begin, tile.sums[cell])
+        row_inputs = [_moved(builder, first_input, input_stride, _index(r)) for r in range(rows)]
+        if inputs_type.dtype == types.uint16:
+            tile.add_bfloat_pairs(first_weight, stride, row_inputs, length)
+        elif inputs_type.dtype == types.int16:
+            tile.add_integer_pairs(first_weight, row_inputs, length, is_packed=is_packed)
+        elif weights_type.dtype in (types.int8, types.uint8):
+            tile.add_groups(first_weight, row_inputs, length, is_packed=is_packed)
         else:
-            with cgutils.for_range(builder, length) as loop:
-                line = moved(first_weight, stride, loop.index)
-                dtype = signature.args[0].dtype
-                if looks_ahead:
-                    _prefetch_ahead(builder, line)
-                accumulate(loop.index, _columns_of_floats(builder, line, vectors, dtype))
-        for cell in cells:
-            builder.store(builder.load(sums[cell]), places[cell], align=1)
+            places_ahead = ahead, ahead_apart
+            dtype = weights_type.dtype
+            tile.add_lines(first_weight, stride, apart, places_ahead, row_inputs, length, dtype)
+        for cell, place in places.items():
+            builder.store(builder.load(tile.sums[cell]), place, align=1)
         return target.get_dummy_value()
 
+    index = types.intp
     signature = types.void(
-        weights, types.intp, types.intp, inputs, types.intp, types.intp, types.intp,
-        outputs, types.intp, types.intp, num_rows, num_vectors, accumulates, prefetches,
+        weights, index, index, index, index, index, inputs, index, index, index,
+        outputs, index, index, num_rows, num_vectors, accumulates,
     )  # fmt: skip
     return signature, generate
 

@@ -8,13 +8,22 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from sampler.cache_pool import BlockPool
-from sampler.cpu_decoder import CPUDecoder, line_size, pack
+from sampler.cpu_decoder import FORMATS, CPUDecoder, can_multiply_pairs, line_size, pack
 from sampler.cpu_kernels import TILE
 from sampler.decoder_weights import DecoderWeights
 from sampler.kv_cache import KVShape, PagedStorage
 from sampler.simd import GROUP
 from tests.sampler.decoders import DECODERS
 from tests.sampler.families import family
+
+# Formats, and whether their products are of pairs: all that this processor can compute.
+WAYS = [
+    (form, pairs)
+    for form in FORMATS
+    for pairs in (False, True)
+    if not pairs or can_multiply_pairs(form)
+]
+WAY_NAMES = [f"{form}, pairs" if pairs else form for form, pairs in WAYS]
 
 
 def covered_model(name: str = "Llama", **options: Any) -> PreTrainedModel:
@@ -40,12 +49,23 @@ def new_storage(weights: DecoderWeights, dtype: torch.dtype, num_blocks: int = 5
 
 
 def new_decoder(
-    weights: DecoderWeights, form: str = "float32", num_blocks: int = 512, num_threads: int = 1
+    weights: DecoderWeights,
+    form: str = "float32",
+    num_blocks: int = 512,
+    num_threads: int = 1,
+    *,
+    multiplies_pairs: bool | None = None,
 ) -> CPUDecoder:
     """Return a decoder with keys and values as ``choose_runner`` keeps them."""
     dtype = torch.float32 if form == "float32" else torch.bfloat16
     storage = new_storage(weights, dtype, num_blocks)
-    return CPUDecoder(weights, storage, weight_format=form, num_threads=num_threads)
+    return CPUDecoder(
+        weights,
+        storage,
+        weight_format=form,
+        num_threads=num_threads,
+        multiplies_pairs=multiplies_pairs,
+    )
 
 
 def quantise(weights: DecoderWeights, form: str) -> None:
@@ -65,7 +85,9 @@ def kept(matrix: torch.Tensor, form: str) -> torch.Tensor:
     return torch.from_numpy(unpacked(pack(matrix, form), form, matrix.shape[1])).float()
 
 
-def unpacked(packed: NDArray[Any], form: str, num_in: int) -> NDArray[np.float64]:
+def unpacked(
+    packed: NDArray[Any], form: str, num_in: int, *, in_pairs: bool = False
+) -> NDArray[np.float64]:
     """Return ``(out, in)`` read from tiles as their layout is described."""
     tiles = packed.reshape(-1, num_in * line_size(form))
     match form:
@@ -73,19 +95,31 @@ def unpacked(packed: NDArray[Any], form: str, num_in: int) -> NDArray[np.float64
             columns = tiles.astype(np.float64)
         case "bfloat16":
             columns = torch.from_numpy(tiles).view(torch.bfloat16).double().numpy()
+            columns = _lines(columns) if in_pairs else columns
         case _:
             groups = tiles.view(np.uint8).reshape(-1, GROUP * line_size(form))
-            columns = np.stack([_group(group, form) for group in groups])
+            columns = np.stack([_group(group, form, in_pairs) for group in groups])
     return columns.reshape(-1, num_in, TILE).swapaxes(1, 2).reshape(-1, num_in)
 
 
-def _group(group: NDArray[np.uint8], form: str) -> NDArray[np.float64]:
+def _lines(pairs: NDArray[Any]) -> NDArray[Any]:
+    """Return lines one after the other that were in pairs, ``(..., pair, column, 2)``."""
+    return pairs.reshape(-1, TILE, 2).swapaxes(1, 2).reshape(-1, TILE)
+
+
+def _group(group: NDArray[np.uint8], form: str, in_pairs: bool) -> NDArray[np.float64]:
     """Return the ``(32 lines, 32 columns)`` of one group."""
     scales = group[:64].view(np.float16).astype(np.float64)
     if form == "int8":
-        return group[64:].view(np.int8).reshape(GROUP, TILE) * scales
+        integers = group[64:].view(np.int8)
+        return (_lines(integers) if in_pairs else integers.reshape(GROUP, TILE)) * scales
     minima = group[64:128].view(np.float16).astype(np.float64)
-    pairs = group[128:].reshape(GROUP // 2, TILE)
     lines = np.empty((GROUP, TILE))
-    lines[0::2], lines[1::2] = pairs & 15, pairs >> 4
+    if in_pairs:
+        words = group[128:].view(np.uint32).reshape(GROUP // 8, TILE)
+        for line in range(8):
+            lines[line::8] = words >> (4 * (line // 2) + 16 * (line % 2)) & 15
+    else:
+        pairs = group[128:].reshape(GROUP // 2, TILE)
+        lines[0::2], lines[1::2] = pairs & 15, pairs >> 4
     return lines * scales + minima

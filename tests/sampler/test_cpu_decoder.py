@@ -21,13 +21,21 @@ from transformers.cache_utils import DynamicLayer
 
 from sampler import cpu_kernels
 from sampler.cache_pool import BLOCK_SIZE, OutOfBlocksError
-from sampler.cpu_decoder import FORMATS, CPUDecoder, covers
+from sampler.cpu_decoder import CPUDecoder, covers
 from sampler.cpu_kernels import CHUNK_TOKENS
 from sampler.decoder_weights import DecoderWeights
 from sampler.kv_cache import KVCache, PagedCache
 from sampler.model_runner import Piece
+from sampler.simd import GROUP
 from sampler.swap import SwapStore
-from tests.sampler.cpu_decoders import covered_model, new_decoder, new_storage, quantise
+from tests.sampler.cpu_decoders import (
+    WAY_NAMES,
+    WAYS,
+    covered_model,
+    new_decoder,
+    new_storage,
+    quantise,
+)
 from tests.sampler.decoders import DECODERS, known_weights
 from tests.sampler.families import IDS, TOLERANCE, distance, family, without_cache
 
@@ -135,19 +143,38 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def round_inputs(model: PreTrainedModel, form: str) -> None:
+    """Have the inputs of all products of ``model`` rounded, as those of pairs are."""
+
+    def rounded(_: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        [values] = inputs
+        if form == "bfloat16":
+            return (values.bfloat16().float(),)
+        groups = values.reshape(*values.shape[:-1], -1, GROUP)
+        scales = groups.abs().amax(-1, keepdim=True) / 32767
+        return (((groups / scales).round() * scales).reshape(values.shape),)
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(rounded)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("form", "pairs"), WAYS[1:], ids=WAY_NAMES[1:])
 @pytest.mark.parametrize("name", ["Llama", "Qwen 2", "Qwen 3"])
-def test_logits_are_those_of_the_weights_that_are_kept(name: str, form: str) -> None:
+def test_logits_are_those_of_the_weights_that_are_kept(name: str, form: str, pairs: bool) -> None:
     model = covered_model(name, vocab_size=77, intermediate_size=160)
     if form == "bfloat16":
         cast(model, torch.bfloat16)
     weights = known_weights(model)
-    decoder = new_decoder(weights, form)
+    decoder = new_decoder(weights, form, multiplies_pairs=pairs)
     if form == "bfloat16":
         cast(model, torch.float32)
     else:
         quantise(weights, form)
+    unrounded = {stop: with_rounded_cache(model, IDS[:stop]) for stop in (21, 22, 23, 40)}
+    if pairs:
+        round_inputs(model, form)
     cache = decoder.new_cache()
 
     for start, stop in [(0, 21), (21, 22), (22, 23), (23, 40)]:
@@ -157,6 +184,7 @@ def test_logits_are_those_of_the_weights_that_are_kept(name: str, form: str) -> 
         exact, rounded = without_cache(model, IDS[:stop]), with_rounded_cache(model, IDS[:stop])
         assert distance(logits, rounded) < 1e-3
         assert distance(logits, rounded) < distance(logits, exact)
+        assert not pairs or distance(logits, rounded) < distance(logits, unrounded[stop])
 
 
 # --- What it does not cover ----------------------------------------------------------------------
@@ -195,6 +223,7 @@ class Subject:
 
     weights: DecoderWeights
     form: str
+    multiplies_pairs: bool
     decoders: dict[int, CPUDecoder]
     """By the number of their threads; caches are not to be mixed."""
     said: list[list[Tensor]]
@@ -221,16 +250,19 @@ def token_by_token(decoder: CPUDecoder, token_ids: Sequence[int]) -> list[Tensor
     return [forward(decoder, [token_id], cache).clone() for token_id in token_ids]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=WAYS, ids=WAY_NAMES)
 def subject(request: pytest.FixtureRequest) -> Subject:
     # Three queries to a key: the rows of a tile are then of several tokens.
     options = {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 77}
     weights = known_weights(covered_model("Qwen 3", **options))
-    form = request.param
-    decoders = {number: new_decoder(weights, form, 512, number) for number in (1, 2, 3)}
+    form, pairs = request.param
+    decoders = {
+        number: new_decoder(weights, form, 512, number, multiplies_pairs=pairs)
+        for number in (1, 2, 3)
+    }
     said = [token_by_token(decoders[1], token_ids) for token_ids in STREAMS]
     assert all(logits.isfinite().all() for stream in said for logits in stream)
-    return Subject(weights, form, decoders, said)
+    return Subject(weights, form, pairs, decoders, said)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, *EDGES, 560])
@@ -425,7 +457,12 @@ def test_what_was_never_written_changes_nothing(subject: Subject, garbage: float
     dtype = subject.decoder.dtype
     storage = new_storage(subject.weights, dtype, num_blocks=40)
     storage.tensor.fill_(garbage)
-    decoder = CPUDecoder(subject.weights, storage, weight_format=subject.form)
+    decoder = CPUDecoder(
+        subject.weights,
+        storage,
+        weight_format=subject.form,
+        multiplies_pairs=subject.multiplies_pairs,
+    )
     one, other = decoder.new_cache(), decoder.new_cache()
 
     first = decoder.forward([Piece(STREAMS[0][:259], one), Piece(STREAMS[1][:11], other)])

@@ -14,10 +14,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from sampler import simd
-from sampler.cpu_decoder import FORMATS, line_size, pack
+from sampler.cpu_decoder import FORMATS, input_dtype, line_size, pack
 from sampler.cpu_kernels import TILE
 from sampler.simd import GROUP, LANES, MAX_TILE_ROWS
-from tests.sampler.cpu_decoders import unpacked
+from tests.sampler.cpu_decoders import WAY_NAMES, WAYS, unpacked
 
 Floats = NDArray[np.float32]
 
@@ -201,40 +201,42 @@ def _products_of(accumulates: bool) -> Any:
     """Return a kernel that multiplies with 1 row, with 2, and so on up to 8."""
 
     @njit
-    def products(weights: Any, at: int, line: int, inputs: Any, length: int, outputs: Any) -> None:
+    def products(
+        weights: Any, at: int, line: int, inputs: Any, stride: int, length: int, outputs: Any
+    ) -> None:
         # Each is (rows, 40), of which the first three columns and the last five are not its own.
-        first, stride, step = 2, length + 3, 40
+        step = 40
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 3, step, 1, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 3, step, 1, 2, accumulates,
         )  # fmt: skip
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 8 * step + 3, step, 2, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 8 * step + 3, step, 2, 2, accumulates,
         )  # fmt: skip
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 16 * step + 3, step, 3, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 16 * step + 3, step, 3, 2, accumulates,
         )  # fmt: skip
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 24 * step + 3, step, 4, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 24 * step + 3, step, 4, 2, accumulates,
         )  # fmt: skip
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 32 * step + 3, step, 5, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 32 * step + 3, step, 5, 2, accumulates,
         )  # fmt: skip
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 40 * step + 3, step, 6, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 40 * step + 3, step, 6, 2, accumulates,
         )  # fmt: skip
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 48 * step + 3, step, 7, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 48 * step + 3, step, 7, 2, accumulates,
         )  # fmt: skip
         simd.multiply_tile(
-            weights, at, line, inputs, first, stride, length,
-            outputs, 56 * step + 3, step, 8, 2, accumulates, True,
+            weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
+            outputs, 56 * step + 3, step, 8, 2, accumulates,
         )  # fmt: skip
 
     return products
@@ -248,15 +250,87 @@ products_added = _products_of(True)
 def narrow_product(weights: Any, line: int, inputs: Any, length: int, outputs: Any) -> None:
     """One vector of columns of a matrix whose lines are longer."""
     simd.multiply_tile(
-        weights, 0, line, inputs, 0, length, length, outputs, 0, LANES, 3, 1, False, False
+        weights, 0, line, LANES, 0, 0, inputs, 0, length, length, outputs, 0, LANES, 3, 1, False
     )
 
 
+@njit
+def far_product(weights: Any, apart: int, inputs: Any, length: int, outputs: Any) -> None:
+    """Two vectors of columns, the second one ``apart`` from the first."""
+    simd.multiply_tile(
+        weights, 100, LANES, apart, 0, 0, inputs, 0, length, length,
+        outputs, 0, 2 * LANES, 3, 2, False,
+    )  # fmt: skip
+
+
+@njit
+def stored_inputs(values: Any, target: Any) -> None:
+    for i in range(0, len(values), GROUP):
+        simd.store_inputs(target, i, simd.load(values, i), simd.load(values, i + LANES))
+
+
+def as_inputs(values: Floats, form: str, pairs: bool) -> NDArray[Any]:
+    """Return ``values``, whole groups, as products with weights of ``form`` take them."""
+    dtype = input_dtype(form, in_pairs=pairs)
+    target: NDArray[Any] = np.zeros(values.size // GROUP * simd.input_group_size(dtype), dtype)
+    stored_inputs(values.reshape(-1), target)
+    return target
+
+
+def inputs_in(stored: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the numbers that inputs stand for."""
+    if stored.dtype == np.float32:
+        return stored.astype(np.float64)
+    if stored.dtype == np.uint16:
+        return torch.from_numpy(stored).view(torch.bfloat16).double().numpy()
+    groups = stored.reshape(-1, GROUP + 4)
+    scales = np.ascontiguousarray(groups[:, GROUP : GROUP + 2]).view(np.float32)
+    return (groups[:, :GROUP] * scales.astype(np.float64)).reshape(-1)
+
+
+@pytest.mark.parametrize("magnitude", [1e-37, 1e-30, 1.0, 1e37])
+def test_inputs_in_16_bits_are_near_the_greatest_of_their_group(magnitude: float) -> None:
+    values = random_floats(6, GROUP)
+    values *= np.float32(magnitude) / np.abs(values).max()
+    values[3] = 0
+
+    stored = as_inputs(values, "int8", True)
+
+    step = np.abs(values).max(1, keepdims=True) / 32767
+    limit = np.maximum(step * 0.501, 1.5e-36)  # what is smaller counts as nothing
+    assert (np.abs(inputs_in(stored).reshape(values.shape) - values) <= limit).all()
+    groups = stored.reshape(-1, GROUP + 4)
+    sums = np.ascontiguousarray(groups[:, GROUP + 2 :]).view(np.float32)[:, 0]
+    assert sums == pytest.approx(inputs_in(stored).reshape(-1, GROUP).sum(1), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_leaves_its_mark_on_inputs_in_16_bits(value: float) -> None:
+    values = random_floats(2, GROUP)
+    values[0, 5] = value
+
+    with np.errstate(invalid="ignore"):
+        first, second = inputs_in(as_inputs(values, "int8", True)).reshape(2, GROUP)
+
+    assert not np.isfinite(first).any()
+    assert np.isfinite(second).all()
+
+
+def test_inputs_in_bfloat16_are_rounded_to_the_nearest_even() -> None:
+    values = random_floats(4 * GROUP)
+
+    assert (as_inputs(values, "bfloat16", True) == as_bfloat16(values)).all()
+
+
 @pytest.mark.parametrize("form", FORMATS)
-def test_packed_weights_are_as_near_as_their_format_allows(form: str) -> None:
+@pytest.mark.parametrize("pairs", [False, True])
+def test_packed_weights_are_as_near_as_their_format_allows(form: str, pairs: bool) -> None:
     matrix = random_floats(3 * TILE, 4 * GROUP)
 
-    values = unpacked(pack(torch.from_numpy(matrix), form), form, 4 * GROUP)
+    packed = pack(torch.from_numpy(matrix), form, in_pairs=pairs)
+
+    in_pairs = pairs and form != "float32"
+    values = unpacked(packed, form, 4 * GROUP, in_pairs=in_pairs)
 
     groups = matrix.reshape(len(matrix), -1, GROUP)
     step = {
@@ -283,22 +357,22 @@ def test_groups_of_equal_weights_are_kept(form: str, value: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "pairs"), WAYS, ids=WAY_NAMES)
 @pytest.mark.parametrize("adds", [False, True])
 def test_products_are_those_of_the_weights_whatever_the_number_of_rows(
-    form: str, adds: bool
+    form: str, pairs: bool, adds: bool
 ) -> None:
-    length = 5 * GROUP
-    packed = pack(torch.from_numpy(random_floats(2 * TILE, length)), form)
-    second = unpacked(packed, form, length)[TILE:].T  # (length, 32)
+    length, stride = 5 * GROUP, 6 * GROUP
+    packed = pack(torch.from_numpy(random_floats(2 * TILE, length)), form, in_pairs=pairs)
+    second = unpacked(packed, form, length, in_pairs=pairs)[TILE:].T  # (length, 32)
     line = line_size(form)
-    inputs = random_floats(8 * (length + 3) + 2, seed=1)
-    rows = inputs[2:].reshape(8, length + 3)[:, :length].astype(np.float64)
+    inputs = as_inputs(random_floats(GROUP + 8 * stride, seed=1), form, pairs)
+    rows = inputs_in(inputs)[GROUP:].reshape(8, stride)[:, :length]
     outputs = random_floats(8 * 8, 40, seed=2)
     before = outputs.copy()
 
     kernel = products_added if adds else products
-    kernel(packed, length * line, line, inputs, length, outputs.reshape(-1))
+    kernel(packed, length * line, line, inputs, stride, length, outputs.reshape(-1))
 
     expected = before.reshape(8, 8, 40)[:, :, 3:35] * adds + rows @ second
     results, untouched = outputs.reshape(8, 8, 40), before.reshape(8, 8, 40)
@@ -322,6 +396,18 @@ def test_a_tile_may_be_one_vector_wide_and_its_lines_longer() -> None:
     narrow_product(weights.reshape(-1), 40, inputs.reshape(-1), 7, outputs.reshape(-1))
 
     assert np.abs(outputs - inputs.astype(np.float64) @ weights[:, :LANES]).max() < 1e-5
+
+
+@pytest.mark.parametrize("apart", [0, 50, -70])
+def test_the_second_vector_of_columns_may_lie_anywhere(apart: int) -> None:
+    weights, inputs = random_floats(300), random_floats(3, 4, seed=1)
+    outputs = np.empty((3, 2 * LANES), np.float32)
+
+    far_product(weights, apart, inputs.reshape(-1), 4, outputs.reshape(-1))
+
+    starts = (100, 100 + apart)
+    columns = np.hstack([weights[start : start + 4 * LANES].reshape(4, LANES) for start in starts])
+    assert np.abs(outputs - inputs.astype(np.float64) @ columns).max() < 1e-5
 
 
 def test_sums_begin_with_the_first_element_and_go_on_to_the_last() -> None:
