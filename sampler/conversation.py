@@ -66,6 +66,25 @@ class Turn:
     outputs: tuple[ToolOutput, ...] = ()
 
 
+def num_characters(item: Item) -> int:
+    """Return how long the text is that ``item`` brings. What was sampled here has its ids."""
+    match item:
+        case Message():
+            return len(item.text)
+        case FunctionCall():
+            return len(item.arguments)
+        case CustomToolCall():
+            return len(item.input)
+        case CallOutput():
+            return len(item.output)
+        case Compaction():
+            return len(item.summary)
+        case ReasoningItem() | ItemReference() | AdditionalTools() | UnknownItem() | RecordedTurn():
+            return 0
+        case _:
+            assert_never(item)
+
+
 def turns_of(conversation: Conversation) -> list[Turn]:
     """Group items into turns: the instructions first, outputs right after the turn of their calls.
 

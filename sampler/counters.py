@@ -4,7 +4,7 @@ Comparisons of designs and tests read these: a count has no noise. Only the thre
 work adds to its count, so plain integers suffice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -37,3 +37,18 @@ class Counters:
     """Times a conversation was laid out as turns."""
     encodes: int = 0
     """Texts given to the tokenizer."""
+    tokens_encoded: int = 0
+    """Tokens that they came to."""
+    encode_seconds: float = field(default=0.0, compare=False)
+    """How long that took."""
+
+
+@dataclass
+class TextWork:
+    """What of it was done for one request. Written by the text thread while it is waited for."""
+
+    renders: int = 0
+    encodes: int = 0
+    render_seconds: float = 0.0
+    """Laying out, without the encoding."""
+    encode_seconds: float = 0.0

@@ -19,6 +19,7 @@ back through a channel, a few at once where the model is faster than the event l
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -28,17 +29,20 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import assert_never
+from typing import ParamSpec, TypeVar, assert_never
 from weakref import WeakKeyDictionary, WeakSet
 
 from protocol.client_events import TextFormat
 from protocol.items import InputItem
 from protocol.tools import CallableTool
 from sampler.cache_pool import BLOCK_SIZE
-from sampler.conversation import Conversation
+from sampler.chat_template import ChatFormat
+from sampler.conversation import Conversation, num_characters
+from sampler.counters import TextWork
 from sampler.detokenizer import Detokenizer
 from sampler.engine_error import EngineError as EngineError
 from sampler.engine_error import failure_of
@@ -64,6 +68,12 @@ from sampler.worker_thread import WorkerThread
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FEW_CHARACTERS = 2000
+"""Encoded in about a third of a millisecond."""
+
 PATIENCE_SECONDS = 0.1
 """How long a run wants the model while its consumer does not come back for the next output."""
 
@@ -88,6 +98,8 @@ class Resumption:
     requested_at: float
     """When the append arrived, in monotonic seconds."""
     constraint: Constraint
+    pre_inference_seconds: float = 0.0
+    """How much of the time since then was work on it."""
 
 
 ToolCaller = Callable[[Suspension], Awaitable[Resumption | None]]
@@ -188,35 +200,85 @@ class Engine:
 
     # --- Text -------------------------------------------------------------------------------------
 
-    async def lay_out(self, conversation: Conversation, known: Prompt | None = None) -> Prompt:
+    async def lay_out(
+        self,
+        conversation: Conversation,
+        known: Prompt | None = None,
+        work: TextWork | None = None,
+    ) -> Prompt:
         """Return the prompt that ``conversation`` makes, however long it is, going on from
-        ``known`` where it can.
+        ``known`` where it can. What that takes is added to ``work``.
 
         Raises:
             ConversationError: the model's chat template refuses the conversation.
         """
-        return await self._text_thread.run(encode, self.model.chat_format, conversation, known)
+        return await self._lay_out(work, encode, conversation, known)
 
     async def lay_out_beginning(
-        self, conversation: Conversation, known: Prompt | None = None
+        self,
+        conversation: Conversation,
+        known: Prompt | None = None,
+        work: TextWork | None = None,
     ) -> Prompt:
         """Return what the prompt begins with of whatever ``conversation`` becomes.
 
         Raises:
             ConversationError: the model's chat template refuses the conversation.
         """
-        return await self._text_thread.run(
-            encode_beginning, self.model.chat_format, conversation, known
-        )
+        return await self._lay_out(work, encode_beginning, conversation, known)
 
-    async def encode(self, conversation: Conversation, known: Prompt | None = None) -> Prompt:
+    async def _lay_out(
+        self,
+        work: TextWork | None,
+        function: Callable[[ChatFormat, Conversation, Prompt | None], Prompt],
+        conversation: Conversation,
+        known: Prompt | None,
+    ) -> Prompt:
+        lay_out = partial(
+            self._measured,
+            work or TextWork(),
+            function,
+            self.model.chat_format,
+            conversation,
+            known,
+        )
+        is_short = known is not None and _num_new_characters(conversation, known) <= _FEW_CHARACTERS
+        return await self._on_text(lay_out, is_short=is_short)
+
+    async def _on_text(self, function: Callable[[], T], *, is_short: bool) -> T:
+        """Have the text thread call ``function``. What is short, and would be its only work, is
+        done here and now: to hand it over takes longer, and the event loop does not miss it."""
+        if is_short and self._text_thread.is_idle:
+            return function()
+        return await self._text_thread.run(function)
+
+    def _measured(
+        self, work: TextWork, function: Callable[P, Prompt], *args: P.args, **kwargs: P.kwargs
+    ) -> Prompt:
+        """Text thread: nobody else encodes meanwhile, so all that was counted was for this."""
+        before, began_at = replace(self.counters), time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            encode_seconds = self.counters.encode_seconds - before.encode_seconds
+            work.renders += self.counters.template_renders - before.template_renders
+            work.encodes += self.counters.encodes - before.encodes
+            work.encode_seconds += encode_seconds
+            work.render_seconds += time.perf_counter() - began_at - encode_seconds
+
+    async def encode(
+        self,
+        conversation: Conversation,
+        known: Prompt | None = None,
+        work: TextWork | None = None,
+    ) -> Prompt:
         """Return what ``lay_out`` does, if it can be sampled from.
 
         Raises:
             ContextLengthExceededError: it leaves no room for a single token.
             ConversationError: the model's chat template refuses the conversation.
         """
-        prompt = await self.lay_out(conversation, known)
+        prompt = await self.lay_out(conversation, known, work)
         self.check_length(len(prompt.token_ids))
         return prompt
 
@@ -259,7 +321,8 @@ class Engine:
         Raises:
             GrammarError: its schema or grammar cannot be compiled.
         """
-        await self._text_thread.run(self._grammars.check, tool)
+        if not self._grammars.has_checked(tool):
+            await self._text_thread.run(self._grammars.check, tool)
 
     async def check_text_format(self, text_format: TextFormat) -> None:
         """Make sure that a final message can be held to ``text_format``.
@@ -267,7 +330,8 @@ class Engine:
         Raises:
             GrammarError: its schema cannot be compiled.
         """
-        await self._text_thread.run(self._grammars.check_text_format, text_format)
+        if not self._grammars.is_ready(Constraint(text_format=text_format)):
+            await self._text_thread.run(self._grammars.check_text_format, text_format)
 
     async def check_constraint(self, constraint: Constraint) -> None:
         """Make sure that everything in ``constraint`` together can be constrained.
@@ -275,7 +339,8 @@ class Engine:
         Raises:
             GrammarError: together it is more than a grammar can hold.
         """
-        await self._text_thread.run(self._grammars.matcher, constraint)
+        if not self._grammars.is_ready(constraint):
+            await self._text_thread.run(self._grammars.matcher, constraint)
 
     # --- Runs -------------------------------------------------------------------------------------
 
@@ -286,6 +351,9 @@ class Engine:
         params: SamplingParams,
         constraint: Constraint,
         sources: Sources = Sources(),  # noqa: B008 - frozen
+        *,
+        requested_at: float | None = None,
+        pre_inference_seconds: float = 0.0,
     ) -> Run:
         """Return a queued run; ``sample`` does the rest.
 
@@ -295,6 +363,8 @@ class Engine:
             params: how it is sampled.
             constraint: what its first segment may be.
             sources: what it starts from; held until the run begins.
+            requested_at: when it was asked for, in monotonic seconds; by default now.
+            pre_inference_seconds: how much of the time since then was work on the request.
 
         Raises:
             ContextLengthExceededError: the prompt leaves no room for a single token.
@@ -303,7 +373,9 @@ class Engine:
         run = Run(run_id, params, constraint)
         self._opened.add(run)
         run.tokens.append(prompt_ids, Origin.PROMPT)
-        run.segments.append(Segment(len(prompt_ids), 0, requested_at=time.monotonic()))
+        if requested_at is None:
+            requested_at = time.monotonic()
+        run.segments.append(Segment(len(prompt_ids), 0, requested_at, pre_inference_seconds))
         self._beginnings[run] = _Beginning(
             _closest(run.tokens.ids, sources.snapshots),
             Sharing(sources.salt) if sources.reuses_prefixes and self._reuse_prefixes else None,
@@ -368,19 +440,22 @@ class Engine:
         run.apply(RunEvent.PREFILL)
         try:
             while True:
-                yield SegmentStarted(run.segments[-1])
                 with self._channel() as channel:
                     turn = await self._begin_turn(run)
                     reader = TurnReader(run, turn, self.model.tokenizer.stop_ids, self.counters)
                     decoding = self._hand_over(run, turn, channel)
                     try:
-                        # One loop, without a generator of its own for the turn: this is where each
-                        # token passes.
+                        # What is said of that is said while the model reads.
+                        yield SegmentStarted(run.segments[-1])
+                        # One loop, without a generator of its own for the turn: this is where all
+                        # tokens pass.
                         while reader.reason is None:
-                            for message in await channel.receive():
-                                for output in reader.read(message):
+                            messages = deque(await channel.receive())
+                            while messages and reader.reason is None:
+                                num_unread = len(messages)
+                                for output in reader.read(messages):
                                     yield output
-                                self._executor.took(channel)
+                                self._executor.took(channel, num_unread - len(messages))
                                 if run.wanted_stop is not None and reader.heed_wish():
                                     break
                     finally:
@@ -417,8 +492,12 @@ class Engine:
             asyncio.get_running_loop().call_soon(self._executor.close, channel)
 
     async def _begin_turn(self, run: Run) -> SampledTurn:
+        began_at = time.monotonic()
         try:
-            return await self._text_thread.run(self._new_turn, run)
+            is_short = self._grammars.is_ready(run.constraint)
+            turn = await self._on_text(partial(self._new_turn, run), is_short=is_short)
+            run.segments[-1].pre_inference_seconds += time.monotonic() - began_at
+            return turn
         except Exception as error:  # whatever a step raises ends this run only
             logger.exception("run %s: its grammar failed", run.id)
             raise failure_of(error) from error
@@ -472,6 +551,8 @@ class Engine:
     def _end_segment(self, run: Run, turn: SampledTurn, *, can_suspend: bool) -> SegmentEnded:
         segment = run.segments[-1]
         segment.ended_at = time.monotonic()
+        segment.tokens_forwarded = run.tokens_forwarded - run.tokens_told
+        run.tokens_told = run.tokens_forwarded
         assert segment.stop_reason is not None, "the turn is over"
         match segment.stop_reason:
             case StopReason.TOOL_CALLS if can_suspend:
@@ -501,7 +582,9 @@ class Engine:
 
     def _resume(self, run: Run, resumption: Resumption) -> None:
         assert run.suspension is not None, "only a suspended run resumes"
-        seconds = resumption.requested_at - run.suspension.since
+        # What is injected may come before the turn has ended.
+        requested_at = max(resumption.requested_at, run.suspension.since)
+        seconds = requested_at - run.suspension.since
         self._executor.observe_tools(_tools(run.suspension), seconds)
         run.suspended_seconds += seconds
         run.suspension = None
@@ -509,8 +592,16 @@ class Engine:
             run.wanted_stop = None  # the turn did end, and what the client has to say came now
         run.tokens.append(resumption.suffix_ids, Origin.APPENDED)
         run.constraint = resumption.constraint
-        run.segments.append(Segment(len(run.tokens), 0, requested_at=resumption.requested_at))
+        run.segments.append(
+            Segment(len(run.tokens), 0, requested_at, resumption.pre_inference_seconds)
+        )
         run.apply(RunEvent.RESUME)
+
+
+def _num_new_characters(conversation: Conversation, known: Prompt) -> int:
+    """Return how much ``conversation``, which goes on from ``known``, has to have encoded."""
+    new = conversation.items[len(known.conversation.items) :]
+    return sum(num_characters(item) for item in new)
 
 
 def _tools(suspension: Suspension) -> tuple[str, ...]:

@@ -156,12 +156,13 @@ class Executor:
         """Learn that ``tools``, called together, were answered after ``seconds``."""
         self._tell(partial(self._policy.tool_times.observe, tools, seconds))
 
-    def took(self, channel: TokenChannel) -> None:
-        """Give the credit of one token back."""
-        channel.num_taken += 1
-        # Only for the first credit: with more the thread did not stop for want of it. The counter
-        # is raised before, so a thread that is about to fall asleep sees it.
-        if self._is_asleep and channel.num_sent - channel.num_taken >= channel.window - 1:
+    def took(self, channel: TokenChannel, num_messages: int) -> None:
+        """Give the credits of what was received back."""
+        channel.num_taken += num_messages
+        # Only where there was no credit left: else the thread did not stop for want of it. The
+        # counter is raised before, so a thread that is about to fall asleep sees it.
+        had_none = channel.num_sent - channel.num_taken >= channel.window - num_messages
+        if self._is_asleep and had_none:
             self._commands.put(_nothing)
 
     def shut_down(self) -> None:

@@ -18,8 +18,8 @@ need not be one that can be enforced: then arguments validate as far as it can b
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeGuard, TypeVar
 
 import llguidance
@@ -29,7 +29,7 @@ from protocol.client_events import TextFormat
 from protocol.tools import CallableTool, CustomFormat, CustomTool, FunctionTool
 from protocol.validation import JsonObject
 from sampler.json_schema import arguments_schema, message_schema, relaxed
-from sampler.matcher import Matcher
+from sampler.matcher import ForcedMatcher, GrammarMatcher, Matcher
 from sampler.params import Constraint
 from sampler.tokenizer import Tokenizer
 from sampler.tool_calls import (
@@ -42,6 +42,7 @@ from sampler.tool_calls import (
     custom_call_head,
 )
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 
@@ -68,6 +69,9 @@ class GrammarCompiler:
         self._max_forced_string = max_forced_string
         self._compiled: dict[str, llguidance.LLMatcher] = {}
         self._enforced: dict[str, JsonObject] = {}  # by the parameters that a tool declares
+        # To write a grammar down takes longer than to look it up by what it is written from.
+        self._grammars: dict[bytes, _Grammar] = {}
+        self._checked: dict[bytes, CallableTool] = {}
 
     def check(self, tool: CallableTool) -> None:
         """Make sure that calls of ``tool`` can be constrained, forced or not.
@@ -77,8 +81,18 @@ class GrammarCompiler:
         Raises:
             GrammarError: its schema or its grammar cannot be compiled; says why.
         """
-        for min_calls in (0, 1):
-            self.matcher(Constraint((tool,), min_calls, 1))
+        if not self.has_checked(tool):
+            for min_calls in (0, 1):
+                self.matcher(Constraint((tool,), min_calls, 1))
+            _remember(self._checked, _key(tool), tool)
+
+    def has_checked(self, tool: CallableTool) -> bool:
+        """Tell whether ``tool`` is known to pass, on any thread."""
+        return _key(tool) in self._checked
+
+    def is_ready(self, constraint: Constraint) -> bool:
+        """Tell whether a matcher for ``constraint`` takes no time, on any thread."""
+        return not _needs_grammar(constraint) or _key(constraint) in self._grammars
 
     def check_text_format(self, text_format: TextFormat) -> None:
         """Make sure that a message can be held to ``text_format``.
@@ -94,16 +108,24 @@ class GrammarCompiler:
         Raises:
             GrammarError: the constraint is more than a grammar can hold.
         """
-        if not constraint.tools and not constraint.wants_json:
+        if constraint.forced_ids is not None:
+            return ForcedMatcher(constraint.forced_ids, self._tokenizer.vocab_size)
+        if not _needs_grammar(constraint):
             return None
+        key = _key(constraint)
+        if (grammar := self._grammars.get(key)) is None:
+            grammar = self._grammar(constraint)
+            _remember(self._grammars, key, grammar)
+        return GrammarMatcher(self._tokenizer, grammar.turn, grammar.inputs)
+
+    def _grammar(self, constraint: Constraint) -> "_Grammar":
         constraint = replace(constraint, tools=tuple(map(self._held_to, constraint.tools)))
         inputs = {
             custom_call_head(tool.name).encode(): self._compile_all(_input_grammars(tool.format))
             for tool in constraint.tools
             if _has_hole(tool)
         }
-        turn = self._compile(self._turn_grammar(constraint))
-        return Matcher(self._tokenizer, turn, inputs)
+        return _Grammar(self._compile(self._turn_grammar(constraint)), inputs)
 
     def _held_to(self, tool: CallableTool) -> CallableTool:
         """Return ``tool`` with the schema that its arguments are held to."""
@@ -144,7 +166,24 @@ class GrammarCompiler:
         return "\n".join(["%llguidance {}", *rules, ""])
 
 
-def _remember(memory: dict[str, _T], key: str, value: _T) -> None:
+@dataclass(frozen=True)
+class _Grammar:
+    """What a matcher is made of."""
+
+    turn: llguidance.LLMatcher
+    inputs: Mapping[bytes, Sequence[llguidance.LLMatcher]]
+
+
+def _needs_grammar(constraint: Constraint) -> bool:
+    return constraint.forced_ids is None and bool(constraint.tools or constraint.wants_json)
+
+
+def _key(value: CallableTool | Constraint) -> bytes:
+    """Return the same for what is equal."""
+    return msgspec.json.encode(value)
+
+
+def _remember(memory: dict[_K, _T], key: _K, value: _T) -> None:
     if len(memory) >= 256:
         memory.pop(next(iter(memory)))
     memory[key] = value

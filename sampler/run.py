@@ -144,7 +144,9 @@ class Segment:
     cached_tokens: int
     """Those of them whose keys and values were in the cache already."""
     requested_at: float
-    """When the segment was asked for: the run was opened, or the append arrived."""
+    """When the segment was asked for: the request or the append arrived."""
+    pre_inference_seconds: float = 0.0
+    """How much of the time since then was work on the request, before it wanted the model."""
     handed_at: float | None = None
     """When it was ready for the model: encoded, with its grammar compiled."""
     started_at: float | None = None
@@ -155,10 +157,19 @@ class Segment:
     reasoning_tokens: int = 0
     """Those of them that were thoughts."""
     stop_reason: StopReason | None = None
+    tokens_forwarded: int = 0
+    """Positions that went through the model for it."""
+    post_inference_seconds: float = 0.0
+    """How long the client was kept waiting by work on what was sampled."""
+    interrupted_seconds: float = 0.0
+    """How much of that was before its end."""
 
     @property
     def queue_seconds(self) -> float:
-        return _elapsed(self.requested_at, self.started_at)
+        """What it waited for: others before it, and the model."""
+        if self.started_at is None:
+            return 0.0
+        return self.started_at - self.requested_at - self.pre_inference_seconds
 
     @property
     def prefill_seconds(self) -> float:
@@ -166,7 +177,9 @@ class Segment:
 
     @property
     def decode_seconds(self) -> float:
-        return _elapsed(self.first_token_at, self.ended_at)
+        if self.ended_at is None:
+            return 0.0
+        return _elapsed(self.first_token_at, self.ended_at) - self.interrupted_seconds
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -196,6 +209,8 @@ class Run:
     num_forwarded: int = 0
     """Positions that have been through the model at least once: the high-water mark."""
     tokens_reforwarded: int = 0
+    tokens_told: int = 0
+    """Of those forwarded, what the segments that have ended say."""
     suspended_seconds: float = 0.0
     _state: RunState = RunState.QUEUED
 
@@ -214,6 +229,11 @@ class Run:
             InvalidTransitionError: the run's state has no such step; nothing changes.
         """
         self._state = next_state(TRANSITIONS, self._state, event)
+
+    @property
+    def tokens_forwarded(self) -> int:
+        """Positions that went through the model for this run, those that did again included."""
+        return self.num_forwarded - self.num_inherited + self.tokens_reforwarded
 
     def sampled_in_segment(self) -> list[int]:
         """Return the token ids sampled since the segment began."""

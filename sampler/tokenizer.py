@@ -8,6 +8,7 @@ says.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -84,9 +85,13 @@ class Tokenizer:
         Text that looks like a control token (``"<|im_end|>"``) is encoded as its characters. Half a
         surrogate pair, which JSON can smuggle into a string, is no character and becomes U+FFFD.
         """
-        self.counters.encodes += 1
+        began_at = time.perf_counter()
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-        return self._encode(text)
+        token_ids = self._encode(text)
+        self.counters.encodes += 1
+        self.counters.tokens_encoded += len(token_ids)
+        self.counters.encode_seconds += time.perf_counter() - began_at
+        return token_ids
 
     def _encode(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids

@@ -4,11 +4,12 @@ The token log is written here, token by token as the consumer gets to see them. 
 no more patience, or something to say, the reading ends, whatever the model has sampled since then.
 """
 
+from collections import deque
 from collections.abc import Collection
 
 from sampler.counters import Counters
 from sampler.engine_error import EngineError
-from sampler.outputs import ReasoningDone
+from sampler.outputs import ArgumentsDelta, ReasoningDelta, ReasoningDone, TextDelta
 from sampler.run import Origin, Run, RunEvent, RunState, StopReason
 from sampler.sampled_turn import SampledTurn, TurnOutput
 from sampler.sampling import Sampled
@@ -32,8 +33,24 @@ class TurnReader:
         self._counters = counters
         self._ends_item = False
 
-    def read(self, message: Sampled | StopReason | None) -> list[TurnOutput]:
-        """Take the next message and return what it decides."""
+    def read(self, messages: deque[Sampled | StopReason | None]) -> list[TurnOutput]:
+        """Take the next messages and return what they decide.
+
+        What has come at once is told at once: several pieces of one text are one. But for where the
+        client may have something to say: what follows is left for the next time.
+        """
+        outputs: list[TurnOutput] = []
+        while messages:
+            for output in self._read(messages.popleft()):
+                if outputs and (joined := _joined(outputs[-1], output)) is not None:
+                    outputs[-1] = joined
+                else:
+                    outputs.append(output)
+            if self._ends_item or (self._run.wanted_stop is not None and self.heed_wish()):
+                break
+        return outputs
+
+    def _read(self, message: Sampled | StopReason | None) -> list[TurnOutput]:
         if not isinstance(message, Sampled):
             self.is_over = True
             self.reason = message
@@ -75,3 +92,16 @@ class TurnReader:
         self._segment.stop_reason = self.reason
         self._segment.reasoning_tokens = self._turn.num_reasoning_tokens
         return outputs
+
+
+def _joined(first: TurnOutput, second: TurnOutput) -> TurnOutput | None:
+    """Return both pieces as one, if they are of one text."""
+    match first, second:
+        case TextDelta(), TextDelta():
+            return TextDelta(first.text + second.text, first.logprobs + second.logprobs)
+        case ArgumentsDelta(), ArgumentsDelta():
+            return ArgumentsDelta(first.text + second.text)
+        case ReasoningDelta(), ReasoningDelta():
+            return ReasoningDelta(first.text + second.text)
+        case _:
+            return None

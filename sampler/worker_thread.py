@@ -7,7 +7,7 @@ whole when the caller moves on; work that has not begun is dropped.
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -20,6 +20,13 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._num_running = 0  # and waiting; of those that somebody awaits
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that ``run`` was given is still to be done. To the event loop this stays
+        so for as long as it hands nothing over: what is short, it may do itself meanwhile."""
+        return self._num_running == 0
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what ``function`` returns, or raise what it raises.
@@ -30,6 +37,7 @@ class WorkerThread:
         """
         work = self._executor.submit(_call, [partial(function, *args, **kwargs)])
         result = asyncio.wrap_future(work)
+        self._num_running += 1
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
@@ -37,11 +45,16 @@ class WorkerThread:
                 await _wait_through_cancellation(result)
             raise
         finally:
+            self._num_running -= 1
             del work, result  # they hold the error, whose traceback holds this frame
 
-    def close(self) -> None:
-        """Drop what has not begun, wait for what has, and end the thread."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have ``function`` called in its turn, whether or not anybody waits for it."""
+        return self._executor.submit(function, *args, **kwargs)
+
+    def close(self, *, drops_work: bool = True) -> None:
+        """Drop what has not begun or else do it, wait for what has, and end the thread."""
+        self._executor.shutdown(wait=True, cancel_futures=drops_work)
 
 
 def _call(work: list[partial[T]]) -> T:

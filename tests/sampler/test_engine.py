@@ -7,10 +7,11 @@ comparison of texts would not notice a token that is lost or forwarded twice.
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import jsonschema
@@ -1065,7 +1066,6 @@ async def test_constraints_that_cannot_be_compiled_are_refused_ahead_of_a_run(
         raise GrammarError("too large")
 
     with steered_engine() as engine:
-        await engine.check_constraint(THINKING)
         monkeypatch.setattr(GrammarCompiler, "matcher", fail)
 
         with pytest.raises(GrammarError):
@@ -1490,3 +1490,53 @@ async def test_a_call_whose_schema_admits_no_arguments_is_a_failure_not_a_call()
             await sample(engine, run)
 
         assert run.state is RunState.FAILED
+
+
+# --- Before a segment ----------------------------------------------------------------------------
+
+
+async def test_the_model_begins_before_the_client_has_been_told() -> None:
+    with steered_engine(["Sunny."]) as engine:
+        run = await open_run(engine)
+        async with aclosing(engine.sample(run)) as outputs:
+            first = await anext(outputs)
+            assert isinstance(first, SegmentStarted)
+            async with asyncio.timeout(10):
+                while run.segments[0].first_token_at is None:  # noqa: ASYNC110  # of the model
+                    await asyncio.sleep(0.001)
+
+
+async def test_what_is_short_is_encoded_at_once_unless_the_text_thread_is_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with steered_engine([CALL_OSLO]) as engine:
+        run = await open_run(engine)
+        await sample(engine, run)
+        called = Conversation(
+            [Message("user", "a"), RecordedTurn((), tuple(run.sampled_in_segment()))]
+        )
+        known = Prompt(called, run.tokens.ids)
+        longer = {
+            size: replace(called, items=[*called.items, Message("user", "b" * size)])
+            for size in (10, 100_000)
+        }
+        threads: list[threading.Thread] = []
+        suffix_ids = engine.model.chat_format.suffix_ids
+
+        def noted(*args: Any, **kwargs: Any) -> list[int]:
+            threads.append(threading.current_thread())
+            return suffix_ids(*args, **kwargs)
+
+        monkeypatch.setattr(engine.model.chat_format, "suffix_ids", noted)
+        await engine.lay_out(longer[10], known)
+        await engine.lay_out(longer[100_000], known)
+        gate = Gate()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine._text_thread.run(gate.pass_through))
+            await gate.wait_until_begun()
+            tasks.create_task(engine.lay_out(longer[10], known))
+            await let_the_loop_turn()
+            gate.open()
+
+        here = threading.current_thread()
+        assert [thread is here for thread in threads] == [True, False, False]

@@ -38,6 +38,36 @@ async def test_run_raises_what_the_function_raises(worker: WorkerThread) -> None
     assert await worker.run(divmod, 7, 2) == (3, 1)
 
 
+async def test_it_is_idle_when_all_that_was_waited_for_is_done(
+    worker: WorkerThread, gate: Gate
+) -> None:
+    was_idle = worker.is_idle
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(worker.run(gate.pass_through))
+        cancelled = tasks.create_task(worker.run(int, "7"))
+        await gate.wait_until_begun()
+        cancelled.cancel()
+        await let_the_loop_turn()
+        is_idle = worker.is_idle
+        gate.open()
+
+    assert (was_idle, is_idle, worker.is_idle) == (True, False, True)
+
+
+async def test_what_was_submitted_is_done_in_its_turn_and_not_dropped(gate: Gate) -> None:
+    worker = WorkerThread("worker")
+    done: list[int] = []
+    worker.submit(gate.pass_through)
+    for number in range(3):
+        worker.submit(done.append, number)
+    before = list(done)
+
+    gate.open()
+    worker.close(drops_work=False)
+
+    assert (before, done) == ([], [0, 1, 2])
+
+
 async def test_all_work_is_done_on_one_thread_with_the_name_given(worker: WorkerThread) -> None:
     threads = {await worker.run(threading.current_thread) for _ in range(3)}
 
