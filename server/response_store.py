@@ -8,18 +8,26 @@ one; and a process that dies in the middle of a write leaves what was there befo
 Each row belongs to a key. Nothing here can be reached, or found to exist, with another key.
 """
 
+import asyncio
+import logging
 import sqlite3
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
+from protocol import errors
 from protocol.response import ResponseError
 from protocol.validation import JsonObject
 from sampler.worker_thread import WorkerThread
+from server.sqlite_file import FileFormat, SqliteFileError, open_sqlite, unusable
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,12 +35,13 @@ T = TypeVar("T")
 APPLICATION_ID = 0x73757370  # "susp", by which a file is known to be one of ours
 SCHEMA_VERSION = 1
 PURGE_INTERVAL_SECONDS = 60.0
+MAX_UNWRITTEN = 64
+"""How many responses may wait to be written before their senders wait too."""
 
 STOPPED = ResponseError("server_error", "the server stopped before the response was finished")
 """Why a response failed whose process ended first."""
 
-_SCHEMA = f"""
-BEGIN;
+_SCHEMA = """
 CREATE TABLE responses (
     row INTEGER PRIMARY KEY,
     key TEXT NOT NULL,
@@ -57,10 +66,14 @@ CREATE TABLE items (
     PRIMARY KEY (key, id, response)
 ) WITHOUT ROWID;
 CREATE INDEX items_by_response ON items (response);
-PRAGMA application_id = {APPLICATION_ID};
-PRAGMA user_version = {SCHEMA_VERSION};
-COMMIT;
 """
+_FORMAT = FileFormat(APPLICATION_ID, SCHEMA_VERSION, _SCHEMA)
+
+_PRAGMAS = (
+    "locking_mode = EXCLUSIVE",  # kept from the first write on
+    "foreign_keys = ON",
+    "synchronous = NORMAL",  # with WAL a lost write, never a torn one
+)
 
 _COLUMNS = "id, key, model, created_at, response, input_items, conversation, events, item_ids"
 
@@ -90,6 +103,7 @@ class StoreError(Exception):
 
 class _State(msgspec.Struct):
     status: str
+    error: ResponseError | None = None
 
 
 _UNFINISHED = ("queued", "in_progress")
@@ -117,7 +131,17 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_finished(self) -> bool:
         """Whether it has come to its end, whichever that was."""
-        return msgspec.json.decode(self.response, type=_State).status not in _UNFINISHED
+        return self._state.status not in _UNFINISHED
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it failed for what it was asked: nothing can go on from that."""
+        error = self._state.error
+        return error is not None and error.code == errors.INVALID_PROMPT
+
+    @property
+    def _state(self) -> _State:
+        return msgspec.json.decode(self.response, type=_State)
 
 
 _Row: TypeAlias = tuple[str, str, str, int, bytes, bytes, bytes, bytes, bytes]
@@ -143,6 +167,7 @@ class ResponseStore:
         self._purged_at = float("-inf")
         self._database = _open(path)
         self._thread = WorkerThread("response-store")
+        self._num_unwritten = 0
 
     async def put(self, stored: StoredResponse) -> None:
         """Keep ``stored``, in the place of what was kept of that response before.
@@ -150,6 +175,17 @@ class ResponseStore:
         On cancellation: it is kept, or nothing was changed.
         """
         await self._run(self._put, stored)
+
+    async def put_soon(self, stored: StoredResponse) -> None:
+        """Keep ``stored`` like ``put``, without waiting for it: who asks from now on finds it.
+
+        Where many are still to be written, one of them is waited for. A failure is logged.
+        """
+        self._num_unwritten += 1
+        write = self._thread.submit(self._put, stored)
+        write.add_done_callback(partial(self._written, stored.id))
+        if self._num_unwritten > MAX_UNWRITTEN:
+            await asyncio.wait([asyncio.wrap_future(write)])
 
     async def get(self, key: str, response_id: str) -> StoredResponse | None:
         """Return the response, if there is one."""
@@ -164,9 +200,14 @@ class ResponseStore:
         return await self._run(self._delete, key, response_id)
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the file."""
-        self._thread.close()
+        """Write what is to be written, and let go of the file."""
+        self._thread.close(drops_work=False)
         self._database.close()
+
+    def _written(self, response_id: str, write: Future[None]) -> None:
+        self._num_unwritten -= 1
+        if error := write.exception():
+            logger.error("response %s is not stored: %s", response_id, error)
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -238,60 +279,15 @@ def _stored_response(row: _Row) -> StoredResponse:
 
 def _open(path: Path) -> sqlite3.Connection:
     try:
-        _create_for_this_user(path)
-        # Used on one thread after the other: on this one now, on the store's own from then on.
-        database = sqlite3.connect(path, timeout=0, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
-        raise StoreError(f"cannot open the response store {path}: {error}") from error
-    try:
-        _set_up(database)
-        _fail_unfinished(database)
-    except StoreError as error:
-        database.close()
-        raise StoreError(f"cannot use {path} as the response store: {error}") from None
-    except sqlite3.Error as error:
-        database.close()
-        why = "it is in use" if _is_locked(error) else f"it is damaged ({error})"
-        raise StoreError(f"cannot use {path} as the response store: {why}") from error
+        database = open_sqlite(path, _FORMAT, pragmas=_PRAGMAS, timeout_seconds=0)
+        try:
+            _fail_unfinished(database)
+        except sqlite3.Error as error:
+            database.close()
+            raise unusable(path, error) from error
+    except SqliteFileError as error:
+        raise StoreError(f"the response store: {error}") from error
     return database
-
-
-def _create_for_this_user(path: Path) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # By name and never by a descriptor: to close one drops all locks of this process on the file.
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-
-
-def _is_locked(error: sqlite3.Error) -> bool:
-    return error.sqlite_errorcode == sqlite3.SQLITE_BUSY
-
-
-def _set_up(database: sqlite3.Connection) -> None:
-    database.execute("PRAGMA locking_mode = EXCLUSIVE")  # kept from the first write on
-    database.execute("PRAGMA foreign_keys = ON")
-    is_new = _is_new(database)
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = NORMAL")  # in this mode a lost write, never a torn one
-    if is_new:
-        database.executescript(_SCHEMA)
-    for (finding,) in database.execute("PRAGMA quick_check(1)"):
-        if finding != "ok":
-            raise StoreError(f"it is damaged ({finding})")
-
-
-def _is_new(database: sqlite3.Connection) -> bool:
-    """Say whether the file is empty; if it is not, it must be one of ours."""
-    [(application_id,)] = database.execute("PRAGMA application_id")
-    [(version,)] = database.execute("PRAGMA user_version")
-    [(num_tables,)] = database.execute("SELECT count(*) FROM sqlite_schema")
-    if (application_id, version, num_tables) == (0, 0, 0):
-        return True
-    if application_id != APPLICATION_ID:
-        raise StoreError("it is the database of another program")
-    if version > SCHEMA_VERSION:
-        raise StoreError(f"it is of version {version}, and this program knows {SCHEMA_VERSION}")
-    return False
 
 
 def _fail_unfinished(database: sqlite3.Connection) -> None:

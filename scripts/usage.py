@@ -1,0 +1,79 @@
+"""``scripts/usage``: what runs took and cost, by key and model."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated
+
+import platformdirs
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from server.ledger import LedgerError, Total, read_totals
+
+_COLUMNS = ("runs", "segments", "input", "cached", "output", "reasoning", "cost, $")
+
+
+def main(
+    data_dir: Annotated[
+        Path | None, typer.Option(help="That of the server.", show_default="the server's default")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Count only runs of this API key, by its name.")
+    ] = None,
+    since: Annotated[
+        datetime | None,
+        typer.Option(
+            formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"],
+            help="Count only runs that began then or later, in local time.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON for programs.")
+    ] = False,
+) -> None:
+    """Show what runs took and cost, by key and model. A server may be using the directory.
+
+    Runs that are not over yet are not counted, nor those that a server which died had not written:
+    the next one will.
+    """
+    folder = data_dir or platformdirs.user_data_path("suspended-sampling")
+    try:
+        totals = read_totals(folder, key=key, since=since.timestamp() if since else None)
+    except LedgerError as error:
+        raise SystemExit(f"usage: {error}") from error
+    if as_json:
+        print(json.dumps([asdict(total) for total in totals]))
+    else:
+        Console().print(_table(totals) if totals else "no runs")
+
+
+def _table(totals: Sequence[Total]) -> Table:
+    table = Table("key", "model")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    for total in totals:
+        counts = (
+            *(total.num_runs, total.num_segments, total.input_tokens, total.cached_tokens),
+            *(total.output_tokens, total.reasoning_tokens),
+        )
+        key = total.key or "(none)"
+        table.add_row(key, total.model, *(f"{count:,}" for count in counts), _cost(total))
+    return table
+
+
+def _cost(total: Total) -> str:
+    """Return the cost in dollars, and how many runs are not in it."""
+    if total.cost_nanodollars is None:
+        return "no price"
+    dollars = f"{Decimal(total.cost_nanodollars).scaleb(-9):,.6f}"
+    unpriced = total.num_unpriced_runs
+    return f"{dollars} and {unpriced:,} unpriced" if unpriced else dollars
+
+
+if __name__ == "__main__":
+    typer.run(main)
