@@ -21,6 +21,7 @@
 | `response_not_found`                 | no such response, here or on this connection (404)        |
 | `previous_response_not_found`        | `previous_response_id` names nothing that is still known  |
 | `item_not_found`                     | an `item_reference` names nothing that is still known     |
+| `invalid_prompt`                     | what is said may not be: a safety classifier's verdict    |
 | `context_length_exceeded`            | the input does not fit the context window                 |
 | `no_suspended_response`              | an append, and no response is suspended here              |
 | `suspension_expired`                 | a suspended response waited too long for its outputs      |
@@ -50,6 +51,8 @@ from reprlib import Repr
 from typing import Any
 
 import msgspec
+
+INVALID_PROMPT = "invalid_prompt"
 
 _short = Repr()
 _short.maxstring = _short.maxother = 80
@@ -222,6 +225,14 @@ def previous_response_not_found(response_id: str) -> ProtocolError:
 
 def item_not_found(item_id: str, param: str) -> ProtocolError:
     return ProtocolError(f"item {_quote(item_id)} not found", code="item_not_found", param=param)
+
+
+def invalid_prompt(label: str, param: str) -> ProtocolError:
+    return ProtocolError(
+        f"this input is not allowed here: it was classified as {_quote(label)}",
+        code=INVALID_PROMPT,
+        param=param,
+    )
 
 
 def context_length_exceeded(needed: int, limit: int) -> ProtocolError:

@@ -13,6 +13,7 @@ import hmac
 import os
 import re
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from protocol import errors
 from protocol.errors import ProtocolError
 from server.error_response import error_response
 from server.settings import Settings
+from server.work import Stage, Tallies
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LINE = re.compile(rf"({_NAME.pattern})\s+([0-9A-Fa-f]{{64}})")
@@ -120,8 +122,11 @@ class Access:
     The name of the key is ``key_id`` in the state of the scope; None where none is asked for.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, settings: Settings) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys | None, settings: Settings, stages: Tallies | None = None
+    ) -> None:
         self._app = app
+        self._stages = stages or Tallies()
         self._keys = keys
         self._settings = settings
         self._hosts = _own_hosts(settings)
@@ -182,7 +187,10 @@ class Access:
     def _key_id(self, scope: Scope) -> str | None:
         if self._keys is None or scope["path"] in _OPEN_PATHS:
             return None
+        began_at = time.perf_counter()
         key_id = self._keys.authenticate(Headers(scope=scope).get("authorization"))
+        if scope["path"].startswith("/v1/"):
+            self._stages[Stage.AUTHENTICATE].add(1, 1, time.perf_counter() - began_at)
         if key_id is None:
             raise errors.invalid_api_key()
         return key_id

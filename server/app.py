@@ -35,7 +35,12 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
 
     Raises:
         ApiKeyFileError: the API keys cannot be read.
+        ModelRoutesError: the file of models cannot be used.
+        PriceError: one of the prices in it is none.
+        SafetyError: there is no such classifier.
+        TraceError: a trace cannot be read.
         StoreError: the response store cannot be opened.
+        LedgerError: the ledger cannot be opened.
     """
     settings = settings or Settings()
     keys = ApiKeys.from_file(settings.api_key_file) if settings.api_key_file else None
@@ -56,6 +61,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        await services.start()
         yield
         await services.close()
 
@@ -71,7 +77,9 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
                 settings.send_timeout_seconds,
             ).routes(),
         ],
-        middleware=[Middleware(Access, keys=keys, settings=settings)],
+        middleware=[
+            Middleware(Access, keys=keys, settings=settings, stages=services.telemetry.stages)
+        ],
         exception_handlers={
             ProtocolError: _protocol_error,
             HTTPException: _http_error,

@@ -22,10 +22,15 @@ from sampler.engines.simulated import SMOLLM2_KV, simulated_model
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
 from sampler.runner_choice import RunnerChoiceError, RunnerOptions
 from sampler.suspension_policy import Mode as SuspendPolicy
+from sampler.traces import TraceError
 from server.access import ApiKeyFileError, ApiKeys
 from server.app import create_app
+from server.ledger import LedgerError
+from server.model_routes import ModelRoutesError
+from server.prices import PriceError
 from server.process import Server, server_config
 from server.response_store import StoreError
+from server.safety import SafetyError
 from server.settings import Settings, SettingsError
 
 logger = logging.getLogger("server")
@@ -59,7 +64,12 @@ _MISTAKES = (
     RunnerChoiceError,
     ModelLoadError,
     EmbeddedModelError,
+    ModelRoutesError,
+    PriceError,
+    SafetyError,
+    TraceError,
     StoreError,
+    LedgerError,
 )
 
 _GIB = 1 << 30
@@ -72,6 +82,7 @@ _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _access = partial(typer.Option, rich_help_panel="Access")
 _limit = partial(typer.Option, rich_help_panel="Limits")
 _seconds = partial(typer.Option, rich_help_panel="Times, in seconds", metavar="SECONDS")
+_around = partial(typer.Option, rich_help_panel="Before and after inference")
 _storage = partial(typer.Option, rich_help_panel="Storage")
 
 
@@ -133,6 +144,13 @@ def main(
             show_default="half of what is free",
         ),
     ] = None,
+    reserve_kv: Annotated[
+        bool,
+        _cache(
+            "--reserve-kv",
+            help="Take all of it from the system at the start, not page by page as it is used.",
+        ),
+    ] = False,
     suspend_policy: Annotated[
         SuspendPolicy,
         _cache(
@@ -234,6 +252,27 @@ def main(
     recent_responses: Annotated[
         int, _limit(min=0, help="Recent HTTP responses per key that keep their KV cache.")
     ] = Settings.recent_responses,
+    models: Annotated[
+        Path | None,
+        _around(
+            help="What names of models mean, and what models cost: a TOML file (docs/models.md).",
+            show_default="the model's own name",
+        ),
+    ] = Settings.models_file,
+    safety: Annotated[
+        str,
+        _around(
+            metavar="off|embedded|MODULE:CLASS",
+            help="What classifies input and output, and may block it (docs/safety.md).",
+        ),
+    ] = Settings.safety,
+    replay: Annotated[
+        list[Path] | None,
+        _around(
+            help="Traces that requests may have replayed (docs/traces.md). May be given again.",
+            show_default="none",
+        ),
+    ] = None,
     suspend_ttl: Annotated[
         float, _seconds(min=0.1, help="How long a suspended run waits for its tools.")
     ] = Settings.suspend_ttl_seconds,
@@ -252,8 +291,17 @@ def main(
     store: Annotated[
         bool, _storage("--store/--no-store", help="Whether responses that ask for it are stored.")
     ] = Settings.store,
+    ledger: Annotated[
+        bool | None,
+        _storage(
+            "--ledger/--no-ledger",
+            help="Whether usage and cost of each run are recorded.",
+            show_default="if responses are stored, or --data-dir is given",
+        ),
+    ] = None,
     data_dir: Annotated[
-        Path | None, _storage(help="Where they are stored.", show_default="by the system's custom")
+        Path | None,
+        _storage(help="Where responses and the ledger are.", show_default="by the system's custom"),
     ] = None,
     store_ttl: Annotated[
         float, _storage(min=0.1, metavar="SECONDS", help="How long they are stored, in seconds.")
@@ -271,6 +319,7 @@ def main(
             kv_memory=None if kv_memory is None else round(kv_memory * _GIB),
             num_threads=threads,
         )
+        has_ledger = (store or data_dir is not None) if ledger is None else ledger
         settings = Settings(
             seed=seed,
             host=host,
@@ -292,8 +341,12 @@ def main(
             send_timeout_seconds=send_timeout,
             ping_interval_seconds=ping_interval,
             drain_seconds=drain,
+            models_file=models,
+            safety=safety,
+            replay_files=tuple(replay or ()),
             store=store,
-            data_dir=data_dir or (_default_data_dir() if store else None),
+            ledger=has_ledger,
+            data_dir=data_dir or (_default_data_dir() if store or has_ledger else None),
             store_ttl_seconds=store_ttl,
         )
         if api_key_file is not None:
@@ -306,6 +359,8 @@ def main(
         else:
             script = Script.of_calls(simulate_calls, simulate_tool, num_words=simulate_words)
             loaded = _load_simulated(simulate or None, simulate_prefill or None, script, options)
+        if reserve_kv:
+            loaded.runner.reserve_memory()
         if max_forced_string is None:
             max_forced_string = 64 if loaded.name == EMBEDDED_MODEL_NAME else 0
         engine = Engine(

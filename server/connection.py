@@ -16,12 +16,7 @@ import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from protocol import errors
-from protocol.client_events import (
-    parse_create,
-    parse_inject,
-    parse_steer,
-    parse_stream_id,
-)
+from protocol.client_events import parse_steer, parse_stream_id
 from protocol.codec import decode_client_event, encode
 from protocol.dialect import Dialect
 from protocol.errors import ErrorEvent, ProtocolError
@@ -31,7 +26,9 @@ from sampler.engine import EngineError
 from sampler.snapshot import Snapshot
 from server.lane import Append, BadCreate, Create, Inject, Lane, Message, Steer, Steering
 from server.past_response import PastResponse
+from server.reading import read_create, read_inject
 from server.services import Services
+from server.work import Stage, Work
 
 logger = logging.getLogger(__name__)
 
@@ -130,53 +127,53 @@ class Connection:
         return str(text)
 
     async def _take_frame(self, text: str) -> None:
-        received_at = time.monotonic()
-        match decode_client_event(text):
+        work = self.services.new_work()
+        with work.stage(Stage.PARSE, runs=0, items=0):
+            event = decode_client_event(text)
+        match event:
             case "response.create", frame:
-                await self._take_create(frame)
+                await self._take_create(frame, work)
             case "response.append", frame:
-                name = parse_stream_id(frame)
-                await self._hand_over(Append(frame, received_at), name)
+                await self._hand_over(Append(frame, work), parse_stream_id(frame))
             case "response.inject", frame:
-                await self._take_inject(frame, received_at)
+                await self._take_inject(frame, work)
             case "response.steer", frame:
-                await self._take_steer(frame)
+                await self._take_steer(frame, work)
             case "response.processed", _:
                 pass  # an acknowledgement that some clients sent in 2026
             case event_type, frame:
                 error = errors.unsupported_event_type(event_type)
                 await self.refuse(error, parse_stream_id(frame))
 
-    async def _take_create(self, frame: JsonObject) -> None:
+    async def _take_create(self, frame: JsonObject, work: Work) -> None:
         name = parse_stream_id(frame)
-        model = self.services.engine.model.name
         message: Message
         try:
-            message = Create(parse_create(frame, transport="websocket", default_model=model))
+            message = Create(read_create(frame, self.memory, work, "websocket"), work)
         except ProtocolError as error:
-            message = BadCreate(error, _string(frame.get("previous_response_id")))
+            message = BadCreate(error, _string(frame.get("previous_response_id")), work)
         await self._hand_over(message, name)
 
-    async def _take_inject(self, frame: JsonObject, received_at: float) -> None:
+    async def _take_inject(self, frame: JsonObject, work: Work) -> None:
         try:
-            params = parse_inject(frame)
+            params = read_inject(frame, work)
         except ProtocolError as error:
             # Unlike a create, a malformed inject ends the connection (WebSocket events reference).
             await self.refuse(error, None)
             await self._close(POLICY_VIOLATION)
             raise ConnectionEndedError from error
         if (lane := self._lane_of(params.response_id)) is not None:
-            lane.put(Inject(params, received_at))
+            lane.put(Inject(params, work))
             return
         unknown = errors.response_not_found(params.response_id)
         await self.send(
             inject_failed(unknown, params.raw_input, params.response_id, self.next_number()), None
         )
 
-    async def _take_steer(self, frame: JsonObject) -> None:
+    async def _take_steer(self, frame: JsonObject, work: Work) -> None:
         target = _string(frame.get("previous_response_id")) or ""
         if (lane := self._lane_of(target)) is not None:
-            lane.put(Steer(target, frame))
+            lane.put(Steer(target, frame, work))
             return
         try:
             parse_steer(frame)

@@ -13,7 +13,8 @@ from starlette.types import Message, Send
 
 from protocol import errors
 from protocol.codec import SSE_DONE, encode, sse, sse_frame
-from protocol.response import ResponseResource
+from protocol.errors import ProtocolError
+from protocol.response import ResponseError, ResponseResource
 from protocol.server_events import ResponseFailed, ServerEvent
 
 logger = logging.getLogger(__name__)
@@ -75,18 +76,18 @@ def frames(event: ServerEvent) -> tuple[Frame, ...]:
     """Return what an event stream says for ``event``: one frame, two for a failure."""
     if isinstance(event, ResponseFailed):
         assert event.response.error is not None, "a failed response says why"
-        return failure_frames(event.sequence_number, event.response.error.message, event.response)
+        return failure_frames(event.sequence_number, event.response.error, event.response)
     return (Frame(event.sequence_number, sse(event)),)
 
 
 def failure_frames(
-    sequence_number: int, message: str, response: ResponseResource | msgspec.Raw
+    sequence_number: int, failure: ResponseError, response: ResponseResource | msgspec.Raw
 ) -> tuple[Frame, Frame]:
     """Return an ``error`` event and the failed response (Open Responses 2026-04-24, Errors).
 
     The error has the number that the failure alone would have had, the failed response the next.
     """
-    error = errors.sse_error_event(errors.server_error(message), sequence_number)
+    error = errors.sse_error_event(_as_error(failure), sequence_number)
     failed = {
         "type": "response.failed",
         "sequence_number": sequence_number + 1,
@@ -96,3 +97,10 @@ def failure_frames(
         Frame(sequence_number, sse(error)),
         Frame(sequence_number + 1, sse_frame("response.failed", encode(failed))),
     )
+
+
+def _as_error(failure: ResponseError) -> ProtocolError:
+    """Return the error that ended a response: the client's doing, or else ours."""
+    if failure.code == errors.INVALID_PROMPT:
+        return ProtocolError(failure.message, code=failure.code)
+    return errors.server_error(failure.message)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from protocol import errors
-from protocol.client_events import CreateParams, parse_compact, parse_create, parse_input_tokens
+from protocol.client_events import CreateParams
 from protocol.codec import decode_object, encode
 from protocol.dialect import Dialect
 from protocol.server_events import ServerEvent
@@ -20,11 +20,15 @@ from sampler.engine import EngineError
 from server.compaction import Compacting, compaction_resource
 from server.error_response import error_response
 from server.event_stream import EventStream, sse_frames
+from server.ledger import RunOpened
 from server.memory import Memory
+from server.post_inference import Account
+from server.reading import read_compact, read_create, read_input_tokens
 from server.request_body import read_body
 from server.responder import Responder
 from server.services import Services
 from server.stored_responses import key_id
+from server.work import Stage, Work
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client is gone (nginx's number): for logs, nobody receives it."""
@@ -55,11 +59,10 @@ class HttpApi:
     async def create_response(self, request: Request) -> Response:
         """``POST /v1/responses``: one response as JSON, as server-sent events, or to be polled."""
         self._services.draining.check()
-        params = parse_create(
-            await self._body(request), transport="http", default_model=self._model_name
-        )
-        memory = self._services.recent_responses(key_id(request))
-        prepared = await self._services.pre_inference.prepare(params, memory)
+        pre_inference = self._services.pre_inference
+        body, memory, work = await self._received(request)
+        params = read_create(body, memory, work, "http")
+        prepared = await pre_inference.prepare(params, memory, work)
         responder = Responder(prepared, Dialect.CHAINED, self._services, memory, slot=prepared.id)
         if params.background:
             return await self._in_background(params, responder, memory)
@@ -87,19 +90,29 @@ class HttpApi:
         """``POST /v1/responses/compact``: the input of a new conversation that goes on from this.
         Nothing of it is stored."""
         self._services.draining.check()
-        params = parse_compact(await self._body(request), default_model=self._model_name)
-        memory = self._services.recent_responses(key_id(request))
-        compacting = await self._services.pre_inference.prepare_compaction(params, memory)
-        return await _unless_gone(request, self._compacted(compacting))
+        pre_inference = self._services.pre_inference
+        body, memory, work = await self._received(request)
+        params = read_compact(body, memory, work)
+        compacting = await pre_inference.prepare_compaction(params, memory, work)
+        opened = RunOpened(
+            run_id=compacting.run.id,
+            key=memory.key_id,
+            model=params.model,
+            requested_model=work.requested_model or params.model,
+            design="compact",
+            created_at=int(time.time()),
+        )
+        account = self._services.post_inference.open(opened, work)
+        return await _unless_gone(request, self._compacted(compacting, account))
 
-    async def _compacted(self, compacting: Compacting) -> Response:
+    async def _compacted(self, compacting: Compacting, account: Account) -> Response:
         with self._services.draining.track(compacting.cancel):
             try:
                 summary = await self._services.compactor.summarise(compacting)
             except EngineError as error:
                 return error_response(errors.server_error(str(error)))
             finally:
-                self._services.post_inference.finish(compacting.run)
+                account.close([compacting.run])
         if compacting.is_cancelled:
             return error_response(errors.shutting_down())
         resource = compaction_resource(compacting, summary, int(time.time()))
@@ -107,9 +120,10 @@ class HttpApi:
 
     async def count_input_tokens(self, request: Request) -> Response:
         """``POST /v1/responses/input_tokens``: how long the context of a create would be."""
-        params = parse_input_tokens(await self._body(request), default_model=self._model_name)
-        memory = self._services.recent_responses(key_id(request))
-        num_tokens = await self._services.pre_inference.count_tokens(params, memory)
+        pre_inference = self._services.pre_inference
+        body, memory, work = await self._received(request)
+        params = read_input_tokens(body, memory, work)
+        num_tokens = await pre_inference.count_tokens(params, memory, work)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def upgrade_required(self, request: Request) -> Response:
@@ -118,13 +132,13 @@ class HttpApi:
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": list(map(self._model, self._names))})
 
     async def get_model(self, request: Request) -> Response:
         """``GET /v1/models/{model}``."""
-        if (name := request.path_params["model"]) != self._model_name:
+        if (name := request.path_params["model"]) not in self._names:
             raise errors.model_not_found(name)
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(name))
 
     async def health(self, request: Request) -> Response:
         """``GET /health``."""
@@ -138,16 +152,35 @@ class HttpApi:
     def _model_name(self) -> str:
         return self._services.engine.model.name
 
-    def _model(self) -> JsonObject:
+    @property
+    def _names(self) -> Sequence[str]:
+        return self._services.routes.names
+
+    def _model(self, name: str) -> JsonObject:
         return {
-            "id": self._model_name,
+            "id": name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "suspended-sampling",
         }
 
-    async def _body(self, request: Request) -> JsonObject:
-        return decode_object(await read_body(request, self._services.settings.max_frame_bytes))
+    async def _received(self, request: Request) -> tuple[JsonObject, Memory, Work]:
+        """Return the body of a request, what it may go on from, and the work on it."""
+        body = await read_body(request, self._services.settings.max_frame_bytes)
+        work = self._services.new_work()
+        with work.stage(Stage.PARSE, runs=0, items=0):
+            return decode_object(body), self._memory(request), work
+
+    def _memory(self, request: Request) -> Memory:
+        """Return what a request may go on from. With ``?cache=off``, our extension for whoever
+        compares designs, that is what it brings itself: nothing is reused, and nothing is left."""
+        match request.query_params.get("cache"):
+            case None:
+                return self._services.recent_responses(key_id(request))
+            case "off":
+                return self._services.forgetful_memory(key_id(request))
+            case other:
+                raise errors.unexpected_value("cache", other, "'off'")
 
 
 async def _whole_response(responder: Responder) -> Response:
@@ -155,7 +188,7 @@ async def _whole_response(responder: Responder) -> Response:
     async for _ in responder.events():
         pass
     if (failure := responder.response.error) is not None:
-        return error_response(errors.server_error(failure.message))
+        return error_response(responder.prepared.refusal or errors.server_error(failure.message))
     return Response(encode(responder.response), media_type="application/json")
 
 

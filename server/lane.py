@@ -7,7 +7,7 @@ Only steering may come at any moment: it is looked for between two events.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +21,12 @@ from protocol.client_events import (
     InjectParams,
     SteerParams,
     input_json,
-    parse_append,
     parse_steer,
 )
 from protocol.dialect import Dialect
 from protocol.errors import ProtocolError
-from protocol.items import InputItem
+from protocol.items import CallOutput, InputItem
+from protocol.items import Message as MessageItem
 from protocol.lane import Lane as LaneTable
 from protocol.lane import LaneEvent, LaneState
 from protocol.response_stream import ResponseStream
@@ -38,9 +38,12 @@ from sampler.suspension import Suspension
 from server.answers import Answers
 from server.memory import Memory
 from server.past_response import new_id
-from server.pre_inference import Prepared, choice_after_calls
+from server.pre_inference import Prepared, choice_after_calls, refusal_of
+from server.reading import read_append
 from server.responder import Responder
+from server.safety import Findings
 from server.services import Services
+from server.work import Work
 
 _NUM_STREAMS = 4
 _MAX_OTHERS = 64  # messages that are no creates, waiting on one lane
@@ -51,6 +54,7 @@ class Create:
     """Asks for a response."""
 
     params: CreateParams
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class BadCreate:
 
     error: ProtocolError
     parent_id: str | None
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Append:
     """Adds to the response that waits for outputs, or follows the latest one."""
 
     frame: JsonObject
-    received_at: float
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class Inject:
     """Brings outputs for a response by its id."""
 
     params: InjectParams
-    received_at: float
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Steer:
 
     response_id: str
     frame: JsonObject
+    work: Work
 
 
 AnyCreate: TypeAlias = Create | BadCreate
@@ -95,6 +101,10 @@ class Steering:
 
     id: str
     params: SteerParams
+    work: Work
+    """On the message."""
+    findings: Findings
+    """What was found in it."""
 
 
 class Peer(Protocol):
@@ -166,6 +176,7 @@ class Lane:
         if num_waiting >= limit + self._is_waiting:
             raise errors.too_many_queued(limit)
         self._num_creates += isinstance(message, AnyCreate)
+        message.work.queued()
         self._inbox.put_nowait(message)
 
     def knows(self, response_id: str) -> bool:
@@ -181,6 +192,7 @@ class Lane:
         message = self._deferred.popleft() if self._deferred else await self._inbox.get()
         self._is_waiting = False
         self._num_creates -= isinstance(message, AnyCreate)
+        message.work.taken()
         return message
 
     # --- At rest ----------------------------------------------------------------------------------
@@ -189,8 +201,8 @@ class Lane:
         """Serve until cancelled."""
         while True:
             match await self._take():
-                case Create(params):
-                    await self._create(params)
+                case Create() as create:
+                    await self._create(create)
                 case BadCreate() as bad:
                     await self._refuse_create(bad)
                 case Append() as append:
@@ -200,9 +212,9 @@ class Lane:
                 case Steer() as steer:
                     await self._steer(steer)
 
-    async def _create(self, params: CreateParams) -> None:
+    async def _create(self, create: Create) -> None:
         try:
-            prepared = await self._prepare(params)
+            prepared = await self._prepare(create.params, create.work)
         except ProtocolError as error:
             await self._peer.refuse(error, self.name)
             return
@@ -210,7 +222,7 @@ class Lane:
 
     async def _append_at_rest(self, append: Append) -> None:
         try:
-            prepared = await self._prepare(self._follow_up(append))
+            prepared = await self._prepare(self._follow_up(append), append.work)
         except ProtocolError as error:
             await self._peer.refuse_append(error, self.name)
             return
@@ -226,7 +238,8 @@ class Lane:
         past = self._memory.latest(self.name)
         if past is None or past.params is None:
             raise errors.no_suspended_run()
-        params = parse_append(append.frame, past.params.tools)
+        tools = past.params.tools
+        params = read_append(append.frame, tools, append.work)
         return msgspec.structs.replace(
             past.params,
             previous_response_id=past.id,
@@ -246,23 +259,28 @@ class Lane:
         self._evict(bad.parent_id)
         await self._peer.refuse(bad.error, self.name)
 
-    async def _prepare(self, params: CreateParams) -> Prepared:
+    async def _prepare(self, params: CreateParams, work: Work) -> Prepared:
         """Prepare a response, with what the client wanted to tell its parent."""
         self._services.draining.check()
         parent_id = params.previous_response_id or ""
         # A warm-up says nothing, so whoever steered would wait for an answer in vain.
         steerings = self._peer.steerings.pop(parent_id, []) if params.generate else []
         try:
-            return await self._prepare_with(steerings, params)
+            prepared = await self._prepare_with(steerings, params, work)
+            if prepared.refusal and self._responder:
+                raise prepared.refusal  # for which no suspended response is given up
+            return prepared
         except ProtocolError:
             if steerings:
                 self._peer.steerings[parent_id] = steerings
             self._evict(parent_id)
             raise
 
-    async def _prepare_with(self, steerings: Sequence[Steering], params: CreateParams) -> Prepared:
+    async def _prepare_with(
+        self, steerings: Sequence[Steering], params: CreateParams, work: Work
+    ) -> Prepared:
         return await self._services.pre_inference.prepare(
-            _with_steerings(params, steerings), self._memory
+            _with_steerings(params, steerings), self._memory, work
         )
 
     def _evict(self, parent_id: str | None) -> None:
@@ -367,8 +385,8 @@ class Lane:
         while True:
             message = await self._take()
             match message:
-                case Create(params):
-                    if await self._can_supersede(params):
+                case Create() as create:
+                    if await self._can_supersede(create):
                         return None
                 case BadCreate():
                     await self._refuse_create(message)
@@ -381,10 +399,10 @@ class Lane:
                         return resumption
                     self._table.apply(LaneEvent.HOLD)
 
-    async def _can_supersede(self, params: CreateParams) -> bool:
+    async def _can_supersede(self, create: Create) -> bool:
         """Prepare what is to take the place of the suspended response, if it can be."""
         try:
-            self._next = await self._prepare(params)
+            self._next = await self._prepare(create.params, create.work)
         except ProtocolError as error:
             await self._peer.refuse(error, self.name)
             return False
@@ -405,11 +423,12 @@ class Lane:
         self, responder: Responder, answers: Answers, append: Append
     ) -> tuple[Answers, Resumption | None]:
         try:
-            params = parse_append(append.frame, responder.prepared.tools)
+            params = read_append(append.frame, responder.prepared.tools, append.work)
             more = answers.plus(
                 params.input, params.input_json, responder.call_ids, params.tool_choice
             )
-            return more, await self._resumption(responder, more, append)
+            new = {i: item for i, item in enumerate(params.input) if _is_by_client(item)}
+            return more, await self._resumption(responder, more, new, append.work)
         except ProtocolError as error:
             await self._peer.refuse_append(error, self.name)
             return answers, None
@@ -423,7 +442,8 @@ class Lane:
             return answers, None
         try:
             more = answers.plus(params.outputs, params.raw_input, responder.call_ids)
-            resumption = await self._resumption(responder, more, inject)
+            new = dict(enumerate(params.outputs))
+            resumption = await self._resumption(responder, more, new, inject.work)
         except ProtocolError as error:
             await self._send(responder.stream.inject_failed(error, params.raw_input))
             return answers, None
@@ -431,25 +451,37 @@ class Lane:
         return more, resumption
 
     async def _resumption(
-        self, responder: Responder, answers: Answers, message: Append | Inject
+        self, responder: Responder, answers: Answers, new: Mapping[int, InputItem], work: Work
     ) -> Resumption | None:
         """Return what the response goes on with, or None while outputs are awaited.
 
+        Args:
+            responder: speaks for the response.
+            answers: all that it has been brought.
+            new: what the latest message has brought, by its place there.
+            work: on that message.
+
         Raises:
-            ProtocolError: it does not fit the context; nothing was changed.
+            ProtocolError: it may not be said, or does not fit the context; nothing was changed.
         """
         pre_inference, prepared = self._services.pre_inference, responder.prepared
         waiting = self._peer.steerings.get(responder.id, [])
+        findings = await pre_inference.classify_input(list(new.values()), work)
+        if refusal := refusal_of(findings, "input", list(new)):
+            raise refusal
         items = [*answers.supposing_the_rest().items(), *_messages(waiting)]
-        prompt = await pre_inference.go_on(responder.prompt, items)
+        prompt = await pre_inference.go_on(responder.prompt, items, work)
+        responder.note(work, findings)
         if not answers.is_complete:
             return None
         self._peer.steerings.pop(responder.id, None)
         suffix_ids = prompt.token_ids[len(responder.prompt.token_ids) :]
         choice = choice_after_calls(prepared.choice, answers.choice)
         constraint = pre_inference.constraint(prepared.params, prepared.tools, choice, prompt)
+        for steering in waiting:
+            responder.note(steering.work, steering.findings)
         responder.go_on(prompt, [*answers.wire_items, *_wire_items(waiting)])
-        return Resumption(suffix_ids, message.received_at, constraint)
+        return Resumption(suffix_ids, work.received_at, constraint, work.seconds)
 
     # --- Injecting and steering -------------------------------------------------------------------
 
@@ -468,10 +500,15 @@ class Lane:
         try:
             params = parse_steer(steer.frame)
             responder = self._steerable(params.previous_response_id)
+            findings = await self._services.pre_inference.classify_input(
+                params.messages, steer.work
+            )
+            if refusal := refusal_of(findings, "input"):
+                raise refusal
         except ProtocolError as error:
             await self._refuse_steer(steer, error)
             return
-        steering = Steering(new_id("steer"), params)
+        steering = Steering(new_id("steer"), params, steer.work, findings)
         self._steerings.append(steering)
         responder.steer()
         await self._send(responder.stream.steer_accepted(steering.id))
@@ -524,7 +561,8 @@ class Lane:
         steerings = self._take_steerings()
         try:
             self._services.draining.check()
-            return await self._prepare_with(steerings, params)
+            work = self._services.new_work()
+            return await self._prepare_with(steerings, params, work)
         except ProtocolError as refusal:
             error = errors.successor_creation_failed(refusal.message)
             for steering in steerings:
@@ -552,6 +590,13 @@ def _messages(steerings: Iterable[Steering]) -> list[InputItem]:
 
 def _wire_items(steerings: Iterable[Steering]) -> list[JsonObject]:
     return [item for steering in steerings for item in input_json(steering.params.raw_input)]
+
+
+def _is_by_client(item: InputItem) -> bool:
+    """Tell whether ``item`` is something new, not what the model said and the client repeats."""
+    return isinstance(item, CallOutput) or (
+        isinstance(item, MessageItem) and item.role != "assistant"
+    )
 
 
 def _expire(deadline: asyncio.Timeout) -> None:

@@ -18,6 +18,7 @@ from sampler.echoes import TurnIndex
 from sampler.prompt import Prompt
 from sampler.recorded_turn import Item, TurnItem, expanded
 from sampler.snapshot import Sources
+from server.model_routes import ResolvedModels
 from server.past_response import PastResponse, unpack
 from server.response_store import ResponseStore, StoredResponse
 
@@ -43,6 +44,7 @@ class Memory:
         key_id: str,
         store: ResponseStore | None,
         model: str,
+        models: ResolvedModels,
         *,
         max_responses: int | None = None,
         names_are_local: bool = True,
@@ -53,15 +55,17 @@ class Memory:
             key_id: whose stored responses can be seen.
             store: where responses are that were asked to be stored, if there is a store.
             model: the model whose token ids mean something here.
+            models: what the names of models were found to mean.
             max_responses: how many are kept; None for what the slots hold. Where it is none,
                 histories are not looked up in the store either.
             names_are_local: whether ids name what is kept here, stored or not.
         """
         self.key_id = key_id
+        self.models = models
         self._store = store
         self._model = model
         self._max_responses = max_responses
-        self._names_are_local = names_are_local
+        self.names_are_local = names_are_local
         self._kept: OrderedDict[_Place, PastResponse] = OrderedDict()
         self._turns = TurnIndex()
         self.on_forget: Callable[[PastResponse], None] = lambda _: None
@@ -87,10 +91,10 @@ class Memory:
                 ``response_in_progress``.
         """
         kept = self.find(response_id)
-        if kept is not None and self._names_are_local:
+        if kept is not None and self.names_are_local:
             return kept
         stored = await self._stored(response_id)
-        if stored is None:
+        if stored is None or stored.is_refused:
             raise errors.previous_response_not_found(response_id)
         if not stored.is_finished:
             raise errors.response_in_progress(response_id)
@@ -119,7 +123,7 @@ class Memory:
         ]
 
     async def _item(self, reference: ItemReference) -> InputItem:
-        if self._names_are_local and (item := self._turns.item(reference.id)):
+        if self.names_are_local and (item := self._turns.item(reference.id)):
             return item
         if self._store and (stored := await self._store.get_by_item(self.key_id, reference.id)):
             self._read_back(stored)

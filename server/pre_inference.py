@@ -1,15 +1,21 @@
 """The work before inference: from a request to a run that is ready to be sampled. Once per run."""
 
+import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import msgspec
 
 from protocol import errors
-from protocol.client_events import CompactParams, CreateParams, resolve_tool_choice
+from protocol.client_events import (
+    CompactParams,
+    CreateParams,
+    resolve_tool_choice,
+)
+from protocol.errors import ProtocolError
 from protocol.items import (
     AdditionalTools,
     InputItem,
@@ -19,21 +25,30 @@ from protocol.items import (
 from protocol.tools import CallableTool, ToolChoice, ToolChoiceMode, grammar_paths
 from protocol.validation import JsonObject
 from sampler.conversation import Conversation, ConversationError
+from sampler.counters import TextWork
 from sampler.echoes import without_echoes
 from sampler.engine import ContextLengthExceededError, Engine
 from sampler.grammar import GrammarError
 from sampler.params import Constraint, SamplingParams
 from sampler.prompt import Prompt, longest_known
 from sampler.recorded_turn import Item, expanded
+from sampler.replay import ReplayError, Replays, num_turns_said
 from sampler.run import Run
 from sampler.snapshot import Sources
 from server.compaction import Compacting, Compactor, as_compacted, settled
 from server.memory import Memory
 from server.past_response import PastResponse, new_id, with_ids
+from server.safety import ClassificationError, Findings, Safety
 from server.settings import Settings
 from server.telemetry import Telemetry
+from server.work import Stage, Work
 
 History = Sequence[Item]
+T = TypeVar("T")
+U = TypeVar("U")
+
+REPLAY = "replay"
+"""The key of a request's metadata that names the trace to be replayed."""
 
 _NO_THINKING = ("none", "minimal")
 
@@ -61,54 +76,86 @@ class Prepared:
     prompt: Prompt
     wire_items: Sequence[JsonObject]
     """The conversation so far as clients see it."""
+    work: Work
+    """What was done for it, and will be."""
+    findings: Findings = field(default_factory=Findings)
+    """What was found in the input."""
     run: Run | None = None
     """None for a warm-up, which samples nothing, and before the conversation is compacted."""
     compacting: Compacting | None = None
     """Set where that is to be done first."""
-    pre_inference_seconds: float = 0.0
+    refusal: ProtocolError | None = None
+    """Set where it may not be answered: it fails before anything is sampled."""
 
 
 class PreInference:
-    """Validates, resolves the model, renders and encodes."""
+    """Validates, resolves the model, classifies, renders and encodes."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, telemetry: Telemetry, compactor: Compactor
+        self,
+        engine: Engine,
+        settings: Settings,
+        telemetry: Telemetry,
+        compactor: Compactor,
+        safety: Safety,
+        replays: Replays | None = None,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._telemetry = telemetry
         self._compactor = compactor
+        self._safety = safety
+        self._replays = replays
 
-    async def prepare(self, params: CreateParams, memory: Memory) -> Prepared:
+    async def prepare(self, params: CreateParams, memory: Memory, work: Work) -> Prepared:
         """Return the response that ``params`` ask for; nothing is sampled yet.
 
         Raises:
             ProtocolError: something is wrong; nothing was changed.
         """
-        started_at = time.monotonic()
         # Their lanes may go on meanwhile, and forget them.
         prompts, sources = memory.prompts, memory.sources
         lay_out = self._engine.lay_out if params.generate else self._engine.lay_out_beginning
-        prepared = await self._prepare(params, memory, prompts, lay_out)
-        ready = await self._with_run(prepared, prompts, sources)
-        return replace(ready, pre_inference_seconds=time.monotonic() - started_at)
+        # Both take their time elsewhere, the one on a thread of its own, the other on another.
+        findings, prepared = await _both(
+            self.classify_input(params.input, work),
+            self._prepare(params, memory, prompts, lay_out, work),
+        )
+        prepared = replace(prepared, findings=findings)
+        if refusal := refusal_of(findings, "input"):
+            return replace(prepared, refusal=refusal)
+        return await self._with_run(prepared, prompts, sources)
 
-    async def count_tokens(self, params: CreateParams, memory: Memory) -> int:
+    async def count_tokens(self, params: CreateParams, memory: Memory, work: Work) -> int:
         """Return how long the context would be of the response that ``params`` ask for, whether or
         not it fits: that is what one wants to know.
 
         Raises:
             ProtocolError: something is wrong; nothing was changed.
         """
-        prepared = await self._prepare(params, memory, memory.prompts, self._engine.lay_out)
+        prepared = await self._prepare(params, memory, memory.prompts, self._engine.lay_out, work)
         return len(prepared.prompt.token_ids)
+
+    async def classify_input(self, items: Sequence[InputItem], work: Work) -> Findings:
+        """Return what a classifier says of ``items``; without one, nothing.
+
+        Raises:
+            ProtocolError: it failed.
+        """
+        if not self._safety.is_on or not items:
+            return Findings()
+        with work.stage(Stage.CLASSIFY_INPUT, items=0), classified():
+            findings = await self._safety.classify_input(items)
+        work.add(Stage.CLASSIFY_INPUT, 0, runs=0, items=findings.num_items)
+        return findings
 
     async def _prepare(
         self,
         params: CreateParams,
         memory: Memory,
         prompts: Iterable[Prompt],
-        lay_out: Callable[[Conversation, Prompt | None], Awaitable[Prompt]],
+        lay_out: Callable[[Conversation, Prompt | None, TextWork | None], Awaitable[Prompt]],
+        work: Work,
     ) -> Prepared:
         """Return the response that ``params`` ask for, before anything is opened for it.
 
@@ -117,8 +164,8 @@ class PreInference:
             memory: where what it goes on from is found.
             prompts: what its prompt may go on from.
             lay_out: makes the prompt.
+            work: takes note of what is done.
         """
-        self._check_model(params.model)
         params = self._capped(params)
         parent = await self._parent(params.previous_response_id, memory)
         history = await self._history(params.input, params.instructions, parent, memory)
@@ -127,15 +174,17 @@ class PreInference:
         choice = resolve_tool_choice(params, tools)
         await self._check_grammars(params, tools, parent)
         conversation = _conversation(params, history, tools)
-        with refused("input"):
-            prompt = await lay_out(conversation, longest_known(conversation, prompts))
+        with refused("input"), work.text() as text:
+            prompt = await lay_out(conversation, longest_known(conversation, prompts), text)
         with refused("tools"):
             await self._engine.check_constraint(self.constraint(params, tools, choice, prompt))
         before = parent.wire_items if parent else ()
         wire_items = [*before, *with_ids(params.input_json)]
-        return Prepared(new_id("resp"), params, tools, choice, prompt, wire_items)
+        return Prepared(new_id("resp"), params, tools, choice, prompt, wire_items, work)
 
-    async def prepare_compaction(self, params: CompactParams, memory: Memory) -> Compacting:
+    async def prepare_compaction(
+        self, params: CompactParams, memory: Memory, work: Work
+    ) -> Compacting:
         """Return what is to be summarised for ``params``; nothing is sampled yet.
 
         Where it follows a response, it is summarised as that response had it, with its tools and,
@@ -144,7 +193,8 @@ class PreInference:
         Raises:
             ProtocolError: something is wrong; nothing was changed.
         """
-        self._check_model(params.model)
+        if refusal := refusal_of(await self.classify_input(params.input, work), "input"):
+            raise refusal
         parent = await self._parent(params.previous_response_id, memory)
         prompts, sources = memory.prompts, memory.sources
         history = await self._history(params.input, params.instructions, parent, memory)
@@ -156,10 +206,6 @@ class PreInference:
         )
         with refused("input"):
             return await self._compactor.begin(new_id("resp"), conversation, prompts, sources)
-
-    def _check_model(self, name: str) -> None:
-        if name != self._engine.model.name:
-            raise errors.model_not_found(name)
 
     async def _parent(self, response_id: str | None, memory: Memory) -> PastResponse | None:
         return None if response_id is None else await memory.parent(response_id)
@@ -200,10 +246,13 @@ class PreInference:
         self, prepared: Prepared, prompts: Sequence[Prompt], sources: Sources
     ) -> Prepared:
         """Return ``prepared`` with what is to be sampled first, if anything is."""
+        work = prepared.work
         if compacting := await self._compacting(prepared, prompts, sources):
+            first = compacting.run.segments[0]
+            first.requested_at, first.pre_inference_seconds = work.received_at, work.seconds
             return replace(prepared, compacting=compacting)
         prompt = await self._fitting(prepared.prompt, prepared.params)
-        run = self.open_run(prepared, prompt, sources) if prepared.params.generate else None
+        run = self.open_run(prepared, prompt, sources, work) if prepared.params.generate else None
         return replace(prepared, prompt=prompt, run=run)
 
     async def _compacting(
@@ -229,7 +278,7 @@ class PreInference:
                     raise
                 return await self._engine.encode_truncated(prompt.conversation)
 
-    async def go_on(self, prompt: Prompt, items: Sequence[InputItem]) -> Prompt:
+    async def go_on(self, prompt: Prompt, items: Sequence[InputItem], work: Work) -> Prompt:
         """Return ``prompt``, which ends with a sampled turn, followed by ``items``.
 
         Raises:
@@ -237,8 +286,8 @@ class PreInference:
         """
         conversation = prompt.conversation
         longer = replace(conversation, items=[*conversation.items, *items])
-        with refused("input"):
-            return await self._engine.encode(longer, prompt)
+        with refused("input"), work.text() as text:
+            return await self._engine.encode(longer, prompt, text)
 
     def constraint(
         self,
@@ -259,10 +308,29 @@ class PreInference:
             text_format=params.text_format,
             thinks=chat_format.thinks and prompt.conversation.enable_thinking is not False,
             think_is_open=chat_format.opens_thinking(prompt.token_ids),
+            forced_ids=self._replayed(params, prompt),
         )
 
-    def open_run(self, prepared: Prepared, prompt: Prompt, sources: Sources) -> Run:
+    def _replayed(self, params: CreateParams, prompt: Prompt) -> tuple[int, ...] | None:
+        """Return the turn that comes next in the trace that the request replays, if it does."""
+        name = params.metadata.get(REPLAY)
+        if self._replays is None or name is None:
+            return None
+        try:
+            return self._replays.turn_ids(name, num_turns_said(prompt.conversation))
+        except ReplayError as error:
+            raise errors.invalid_value(f"metadata.{REPLAY}", str(error)) from error
+
+    def open_run(
+        self, prepared: Prepared, prompt: Prompt, sources: Sources, work: Work | None = None
+    ) -> Run:
         """Return the run of ``prepared``, which is to go on from ``prompt``.
+
+        Args:
+            prepared: the response.
+            prompt: its own, or what that was compacted to.
+            sources: what the run may start from.
+            work: what went before, if the run is the first thing that comes of it.
 
         Raises:
             ProtocolError: the prompt is too long.
@@ -280,7 +348,13 @@ class PreInference:
         constraint = self.constraint(params, prepared.tools, prepared.choice, prompt)
         with refused("input"):
             run = self._engine.open_run(
-                prepared.id, prompt.token_ids, sampling, constraint, sources
+                prepared.id,
+                prompt.token_ids,
+                sampling,
+                constraint,
+                sources,
+                requested_at=work.received_at if work else None,
+                pre_inference_seconds=work.seconds if work else 0.0,
             )
         self._telemetry.pre_inference.inc()
         return run
@@ -289,6 +363,46 @@ class PreInference:
         if params.seed is not None:
             return params.seed
         return secrets.randbits(63) if self._settings.seed is None else self._settings.seed
+
+
+@contextmanager
+def classified() -> Iterator[None]:
+    """Turn a classifier's failure into the server's: what nobody has judged does not pass."""
+    try:
+        yield
+    except ClassificationError as error:
+        raise errors.server_error(str(error)) from error
+
+
+def refusal_of(
+    findings: Findings, param: str, places: Sequence[int] | None = None
+) -> ProtocolError | None:
+    """Return what to tell where something among ``findings`` may not pass.
+
+    Args:
+        findings: of some items.
+        param: the list that they are in.
+        places: theirs in the list, if they are not all of it.
+    """
+    if (blocked := findings.blocked) is None:
+        return None
+    index, verdict = blocked
+    place = index if places is None else places[index]
+    return errors.invalid_prompt(verdict.label, f"{param}[{place}]")
+
+
+async def _both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
+    """Return what both give, side by side. Where one fails, the other is waited for."""
+    one, other = await asyncio.gather(first, second, return_exceptions=True)
+    try:
+        # What is wrong with a request is told before what could not be found out of it.
+        if isinstance(other, BaseException):
+            raise other
+        if isinstance(one, BaseException):
+            raise one
+        return one, other
+    finally:
+        del one, other  # an error must not hold itself: its traceback holds caches
 
 
 def _conversation(

@@ -4,7 +4,6 @@ A response is a run. Where the dialect lets it go on after tool calls, it has se
 it says at the end of one is the whole difference between the dialects.
 """
 
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Collection, Hashable, Sequence
@@ -43,14 +42,18 @@ from sampler.run import Run, RunEvent, StopReason
 from sampler.snapshot import Snapshot
 from sampler.suspension import Suspension
 from server.compaction import Compacting
+from server.ledger import RunOpened
 from server.memory import Memory
 from server.past_response import PastResponse, new_id, pack, with_ids
 from server.pre_inference import Prepared
-from server.response_store import StoredResponse, StoreError
-from server.run_report import run_report, usage_of
+from server.response_store import StoredResponse
+from server.run_report import RunReport, safety_report, usage_of
+from server.safety import ClassificationError, Findings
 from server.services import Services
+from server.work import Stage, Work
 
-logger = logging.getLogger(__name__)
+TOKEN_IDS = "suspend:token_ids"
+"""The entry of ``include`` that asks for the tokens themselves."""
 
 
 class Responder:
@@ -87,10 +90,31 @@ class Responder:
         self._stored_events: list[bytes] = []
         self._in_progress = ExitStack()
         self._failure: ProtocolError | None = None
-        self._post_inference_seconds: float | None = None
+        self._account = services.post_inference.open(self._opened(), prepared.work)
+        self._run_report = RunReport(
+            prepared.work,
+            tells_tokens=TOKEN_IDS in prepared.params.include,
+            is_simulated=services.engine.model.is_simulated,
+        )
+        self._unclassified: list[str] = []  # what the item that is open has said
+        self._is_filtered = False
+        self._findings = [*prepared.findings.verdicts]
         self._num_recorded = 0  # output items that belong to recorded turns
         self._calls: dict[str, OutputCall] = {}  # those among them, by their call ids
         self.stream = self._new_stream()
+
+    def _opened(self) -> RunOpened:
+        """Return what the books say of the response from the beginning."""
+        params = self.prepared.params
+        is_chained = self._memory.names_are_local or params.previous_response_id is not None
+        return RunOpened(
+            run_id=self.prepared.id,
+            key=self._memory.key_id,
+            model=params.model,
+            requested_model=self.prepared.work.requested_model or params.model,
+            design=self._dialect.value if is_chained else "stateless",
+            created_at=int(time.time()),
+        )
 
     @property
     def _runs(self) -> list[Run]:
@@ -164,8 +188,8 @@ class Responder:
                     async for event in events:
                         if self._store:
                             self._stored_events.append(encode(event))
-                            if self.stream.is_finished:
-                                await self._put()
+                            if self.stream.is_finished and self.stream.is_latest(event):
+                                await self._put_at_the_end()
                         yield event
             finally:
                 self._finish()
@@ -181,6 +205,10 @@ class Responder:
             if self.prepared.params.background:
                 for event in self.stream.queue():
                     yield event
+            if refusal := self.prepared.refusal:
+                for event in [*self._start(), *self._refuse(refusal)]:
+                    yield event
+                return
             if not self._runs:
                 for event in self._warm_up():
                     yield event
@@ -195,15 +223,49 @@ class Responder:
             caller = call_tools and self._while_suspended(call_tools)
             async with aclosing(self._services.engine.sample(self._run, caller)) as outputs:
                 async for output in outputs:
+                    if self._services.safety.is_on and await self._is_blocked(self._run, output):
+                        break
                     for event in self._speak(self._run, output):
                         yield event
-            if not self.stream.is_finished and self._dialect is Dialect.INJECT:
+            if self._is_filtered:
+                for event in self._end_filtered():
+                    yield event
+            elif not self.stream.is_finished and self._dialect is Dialect.INJECT:
                 for event in self._end_abandoned():
                     yield event
-        except EngineError as error:
+        except (EngineError, ClassificationError) as error:
             self._finish()
             for event in [*self._start(), *self._fail("server_error", str(error))]:
                 yield event
+
+    async def _is_blocked(self, run: Run, output: Output) -> bool:
+        """Tell whether the item that ``output`` closes said what may not be said: the client is to
+        see no such item whole, so it is classified first. The model goes on meanwhile.
+
+        Raises:
+            ClassificationError: nobody knows.
+        """
+        match output:
+            case TextDelta() | ReasoningDelta() | ArgumentsDelta():
+                self._unclassified.append(output.text)
+                return False
+            case SegmentStarted():
+                return False
+            case ReasoningDone() | CallStarted() | CallDone() | SegmentEnded():
+                pass
+            case _:
+                assert_never(output)
+        text, self._unclassified = "".join(self._unclassified), []
+        if not text:
+            return False
+        with (
+            self._account.delaying(run.segments[-1]),
+            self.prepared.work.stage(Stage.CLASSIFY_OUTPUT),
+        ):
+            verdict = await self._services.safety.classify_output(text)
+        self._findings.append((len(self._findings), verdict))
+        self._is_filtered = verdict.blocks
+        return verdict.blocks
 
     def _while_suspended(self, call_tools: ToolCaller) -> ToolCaller:
         """Return ``call_tools`` for a response that nobody waits for meanwhile."""
@@ -278,21 +340,23 @@ class Responder:
         return self.stream.start() if is_new else []
 
     def _end(self, run: Run, ended: SegmentEnded) -> list[ServerEvent]:
-        self._services.telemetry.observe_segment(ended.segment, is_resumed=len(run.segments) > 1)
-        if ended.suspension is None:
-            self._finish()
+        with self._account.delaying(ended.segment):
+            self._account.end_segment(ended.segment, is_resumed=len(run.segments) > 1)
+            if ended.suspension is None:
+                self._finish()
         events = self._closing_events(ended)
         self._keep(run, ended)
         return events
 
     def _closing_events(self, ended: SegmentEnded) -> list[ServerEvent]:
-        stream, usage, report = self.stream, self._usage(), self._report()
-        if ended.suspension is not None:
-            if self._dialect is Dialect.INJECT:
-                return stream.pause()
-            return stream.suspend(usage, report)
+        stream = self.stream
+        if ended.suspension is not None and self._dialect is Dialect.INJECT:
+            return stream.pause()
         if ended.reason is StopReason.CANCELLED:
             return self._end_cancelled()
+        usage, report = self._usage(), self._report()
+        if ended.suspension is not None:
+            return stream.suspend(usage, report)
         events = [] if stream.has_items else stream.empty_message()
         match ended.reason:
             case StopReason.END_OF_TURN | StopReason.TOOL_CALLS:
@@ -310,6 +374,16 @@ class Responder:
             return self._fail(self._failure.code or "server_error", self._failure.message)
         return self.stream.cancel(self._usage(), self._report())
 
+    def _end_filtered(self) -> list[ServerEvent]:
+        """What was written of the item in question stays open to the client, and goes nowhere: who
+        follows the response goes on from what was said before its last turn."""
+        self._finish()
+        self._rest(prompt=self.prompt)
+        return self.stream.incomplete("content_filter", self._usage(), self._report())
+
+    def _refuse(self, refusal: ProtocolError) -> list[ServerEvent]:
+        return self.stream.fail(refusal.code or "server_error", refusal.message)
+
     def _end_abandoned(self) -> list[ServerEvent]:
         self._finish()
         return self._end_cancelled()
@@ -321,6 +395,11 @@ class Responder:
         self.fail(errors.server_error("the server is shutting down"))
 
     # --- What is left of it -----------------------------------------------------------------------
+
+    def note(self, work: Work, findings: Findings) -> None:
+        """Take note of the work on what a client brought, and of what was found in it."""
+        self.prepared.work.absorb(work)
+        self._findings += findings.verdicts
 
     def go_on(self, prompt: Prompt, items: Sequence[JsonObject]) -> None:
         """Take note of what a client appended: ``prompt`` includes it."""
@@ -344,7 +423,11 @@ class Responder:
         self._rest(prompt=self.prompt, snapshot=self._services.engine.snapshot(run))
 
     def _rest(
-        self, *, snapshot: Snapshot, prompt: Prompt | None = None, is_warm_up: bool = False
+        self,
+        *,
+        snapshot: Snapshot | None = None,
+        prompt: Prompt | None = None,
+        is_warm_up: bool = False,
     ) -> None:
         """Keep the response as it is now, with what others can start from."""
         self._memory.keep(
@@ -365,32 +448,39 @@ class Responder:
         if self._store:
             await self._put()
 
+    async def _put_at_the_end(self) -> None:
+        """Store the response, which is over. Only who will have to look for it waits for that."""
+        assert self._store is not None
+        with self.prepared.work.stage(Stage.STORE):
+            if self.prepared.params.background:
+                await self._put()  # if it fails, nobody would ever see the response
+            else:
+                await self._store.put_soon(self._stored())
+
     async def _put(self) -> None:
         assert self._store is not None
-        stored = StoredResponse(
+        await self._store.put(self._stored())
+
+    def _stored(self) -> StoredResponse:
+        return StoredResponse(
             id=self.id,
             key=self._memory.key_id,
-            model=self.response.model,
+            model=self._services.engine.model.name,
             created_at=self.response.created_at,
             response=encode(self.response),
-            input_items=self._input_items,
-            conversation=pack(self.prompt.conversation.items),
+            input_items=list(self._input_items),
+            # What may not be said here is nothing to go on from.
+            conversation=pack(() if self.prepared.refusal else self.prompt.conversation.items),
             events=self._stored_events,
             item_ids=tuple(item.id for item in self.response.output),
         )
-        try:
-            await self._store.put(stored)
-        except StoreError:  # a full disk, say
-            if self.prepared.params.background:
-                raise  # nobody would ever see the response
-            logger.exception("response %s is not stored", self.id)
 
     def _finish(self) -> None:
-        if not self._runs or self._post_inference_seconds is not None:
+        if not self._runs:
             return
         if not self._runs[-1].is_finished:
             self._runs[-1].apply(RunEvent.CANCEL)  # its turn never came
-        self._post_inference_seconds = sum(map(self._services.post_inference.finish, self._runs))
+        self._account.close(self._runs)
 
     def _new_stream(self) -> ResponseStream:
         params = self.prepared.params
@@ -417,14 +507,13 @@ class Responder:
             return usage_of(segments[-1:])
         return usage_of([segment for run in self._runs for segment in run.segments])
 
-    def _report(self) -> dict[str, Any]:
-        post = self._post_inference_seconds or 0.0
-        return run_report(
-            self._runs,
-            self.prepared.pre_inference_seconds,
-            post,
-            is_simulated=self._services.engine.model.is_simulated,
-        )
+    def _report(self) -> JsonObject:
+        """Return the report to tell now. Where a response has but one closing event, that one
+        tells of all its segments; otherwise each of those that it ends."""
+        report = self._run_report.told_of(self._runs)
+        if self._services.safety.is_on:
+            report["safety"] = safety_report(self._services.safety.name, self._findings)
+        return report
 
 
 def _is_call(item: OutputItem) -> TypeGuard[OutputCall]:

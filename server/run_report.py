@@ -1,10 +1,15 @@
 """What clients are told of the work behind a response: in numbers."""
 
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from protocol.response import Usage
+from protocol.validation import JsonObject
 from sampler.run import Run, Segment
+from server.safety import PASSED, Verdict
+from server.work import Work
 
 
 def usage_of(segments: Sequence[Segment]) -> Usage:
@@ -17,47 +22,100 @@ def usage_of(segments: Sequence[Segment]) -> Usage:
     )
 
 
-def run_report(
-    runs: Sequence[Run],
-    pre_inference_seconds: float,
-    post_inference_seconds: float,
-    *,
-    is_simulated: bool,
-) -> dict[str, Any]:
-    """Return the content of ``suspend:run``: totals so far, times in seconds.
+class RunReport:
+    """Tells of one response: totals so far, and one by one the segments that it has not told of,
+    which are added up only then."""
 
-    Args:
-        runs: of one response. The last one answers; before it there may be one that compacts the
-            conversation, whose work counts in the totals.
-        pre_inference_seconds: what was done before the first.
-        post_inference_seconds: what was done after the last.
-        is_simulated: whether there was no model. Then the report says so.
-    """
-    run = runs[-1]
-    segments = [segment for run in runs for segment in run.segments]
-    usage = usage_of(segments)
-    report = {
-        "id": run.id,
-        "seed": run.params.seed,
-        "segments": len(run.segments),
-        "usage": {
-            "input_tokens": usage.input_tokens,
-            "cached_tokens": usage.input_tokens_details.cached_tokens,
-            "output_tokens": usage.output_tokens,
-            "total_tokens": usage.total_tokens,
-        },
-        "tokens_forwarded": sum(
-            run.num_forwarded - run.num_inherited + run.tokens_reforwarded for run in runs
-        ),
-        "tokens_reforwarded": sum(run.tokens_reforwarded for run in runs),
-        "time_to_first_token": segments[-1].time_to_first_token,
-        "time_info": {
-            "queue": sum(segment.queue_seconds for segment in segments),
-            "pre_inference": pre_inference_seconds,
-            "prefill": sum(segment.prefill_seconds for segment in segments),
-            "decode": sum(segment.decode_seconds for segment in segments),
-            "suspended": run.suspended_seconds,
-            "post_inference": post_inference_seconds,
-        },
+    def __init__(self, work: Work, *, tells_tokens: bool, is_simulated: bool) -> None:
+        """Begin with nothing told.
+
+        Args:
+            work: what is done around the segments.
+            tells_tokens: whether the client wants to know which tokens there are.
+            is_simulated: whether there is no model. Then each report says so.
+        """
+        self._work = work
+        self._tells_tokens = tells_tokens
+        self._is_simulated = is_simulated
+        self._num_told = 0
+        self._totals: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
+
+    def told_of(self, runs: Sequence[Run]) -> JsonObject:
+        """Return the content of ``suspend:run``, with times in seconds.
+
+        Args:
+            runs: of the response. The last one answers; before it there may be one that compacts
+                the conversation, whose work counts in the totals.
+        """
+        run = runs[-1]
+        segments = [segment for each in runs for segment in each.segments]
+        turns = [_turn(segment) for segment in segments[self._num_told :]]
+        self._num_told = len(segments)
+        totals = self._totals
+        for turn in turns:
+            for name in _SUMMED:
+                totals[name] += turn[name]
+        report = {
+            "id": run.id,
+            "seed": run.params.seed,
+            "segments": len(run.segments),
+            "usage": {
+                "input_tokens": totals["input_tokens"],
+                "cached_tokens": totals["cached_tokens"],
+                "output_tokens": totals["output_tokens"],
+                "total_tokens": totals["input_tokens"] + totals["output_tokens"],
+            },
+            "tokens_forwarded": sum(run.tokens_forwarded for run in runs),
+            "tokens_reforwarded": sum(run.tokens_reforwarded for run in runs),
+            "time_to_first_token": run.segments[-1].time_to_first_token,
+            "time_info": {name: totals[name] for name in _TIMES}
+            | {"suspended": run.suspended_seconds},
+            "turns": turns,
+            "stages": self._work.tallies.as_json(),
+        }
+        if self._tells_tokens:
+            report["token_ids"] = _token_ids(run)
+        return {**report, "simulated": True} if self._is_simulated else report
+
+
+_TIMES = ("queue", "pre_inference", "prefill", "decode", "post_inference")
+_SUMMED = ("input_tokens", "cached_tokens", "output_tokens", *_TIMES)
+
+
+def safety_report(classifier: str, findings: Sequence[tuple[int, Verdict]]) -> dict[str, Any]:
+    """Return what a classifier said of a response, and of what it was asked: how much was
+    classified, and what has a label."""
+    return {
+        "classifier": classifier,
+        "items": len(findings),
+        "flagged": [
+            {"label": verdict.label, "score": verdict.score, "blocked": verdict.blocks}
+            for _, verdict in findings
+            if verdict.label != PASSED.label
+        ],
     }
-    return {**report, "simulated": True} if is_simulated else report
+
+
+def _turn(segment: Segment) -> dict[str, Any]:
+    return {
+        "input_tokens": segment.input_tokens,
+        "cached_tokens": segment.cached_tokens,
+        "output_tokens": segment.output_tokens,
+        "tokens_forwarded": segment.tokens_forwarded,
+        "time_to_first_token": segment.time_to_first_token,
+        "queue": segment.queue_seconds,
+        "pre_inference": segment.pre_inference_seconds,
+        "prefill": segment.prefill_seconds,
+        "decode": segment.decode_seconds,
+        "post_inference": segment.post_inference_seconds,
+    }
+
+
+def _token_ids(run: Run) -> dict[str, Any]:
+    """Return what the last segment sampled, and what tells whether two did so from the same."""
+    num_read = run.segments[-1].input_tokens
+    read = array("I", run.tokens.ids[:num_read])
+    return {
+        "sampled": run.sampled_in_segment(),
+        "context_digest": blake2b(read.tobytes(), digest_size=16).hexdigest(),
+    }

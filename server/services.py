@@ -8,16 +8,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sampler.engine import Engine
+from sampler.replay import Replays
+from sampler.traces import read_traces
 from server.background import BackgroundRuns
 from server.compaction import Compactor
 from server.draining import Draining
+from server.ledger import Ledger
+from server.loop_lag import LoopLag
 from server.memory import Memory
+from server.model_routes import ModelRoutes, ResolvedModels
 from server.post_inference import PostInference
 from server.pre_inference import PreInference
+from server.prices import Prices, parse_prices
 from server.response_store import ResponseStore
+from server.safety import Safety, load_classifier
 from server.settings import Settings
 from server.suspended_runs import SuspendedRuns
 from server.telemetry import Telemetry
+from server.work import Work
 
 STORE_FILE = "responses.sqlite"
 
@@ -34,28 +42,63 @@ class Services:
         self.engine = engine
         self.settings = settings
         self.telemetry = Telemetry(engine)
-        self.post_inference = PostInference(self.telemetry)
+        self.routes = _routes(settings, engine)
+        self.safety = Safety(load_classifier(settings.safety))
         self.compactor = Compactor(engine, self.telemetry)
-        self.pre_inference = PreInference(engine, settings, self.telemetry, self.compactor)
+        self.pre_inference = PreInference(
+            engine,
+            settings,
+            self.telemetry,
+            self.compactor,
+            self.safety,
+            _replays(settings, engine),
+        )
         self.draining = Draining()
         self.background = BackgroundRuns()
         self.suspended = SuspendedRuns(settings.max_suspended_per_key)
-        self._resources = ExitStack()
-        self.store = self._open_store() if settings.store else None
+        with ExitStack() as resources:
+            resources.callback(self.safety.close)
+            self.store = self._open_store(resources) if settings.store else None
+            self.ledger = self._open_ledger(resources) if settings.ledger else None
+            self._resources = resources.pop_all()
+        self.post_inference = PostInference(self.telemetry, self.ledger)
+        self._loop_lag: LoopLag | None = None
         self._recent: OrderedDict[str, Memory] = OrderedDict()
         self._tidying: asyncio.TimerHandle | None = None  # begun with the first recent response
 
-    def _open_store(self) -> ResponseStore:
-        folder = self.settings.data_dir
-        if folder is None:
-            folder = Path(self._resources.enter_context(TemporaryDirectory()))
-        store = ResponseStore(folder / STORE_FILE, self.settings.store_ttl_seconds)
-        self._resources.callback(store.close)
+    def _open_store(self, resources: ExitStack) -> ResponseStore:
+        store = ResponseStore(self._folder(resources) / STORE_FILE, self.settings.store_ttl_seconds)
+        resources.callback(store.close)
         return store
 
+    def _open_ledger(self, resources: ExitStack) -> Ledger:
+        ledger = Ledger(self._folder(resources), _prices(self.routes))
+        resources.callback(ledger.close)
+        return ledger
+
+    def _folder(self, resources: ExitStack) -> Path:
+        """Return where files are kept, if only for as long as the process lives."""
+        return self.settings.data_dir or Path(resources.enter_context(TemporaryDirectory()))
+
+    def new_work(self) -> Work:
+        """Return the work on a request that was received just now."""
+        return Work(self.telemetry.stages)
+
+    async def start(self) -> None:
+        """Load what the first request would have to wait for, and see how the event loop does.
+
+        Raises:
+            ClassificationError: the classifier does not work.
+        """
+        self._loop_lag = LoopLag(self.telemetry.event_loop_lag.observe)
+        if self.safety.is_on:
+            await self.safety.warm_up()
+
     async def close(self) -> None:
-        """End background runs and let go of the store. The engine stays its owner's to close."""
+        """End background runs and let go of the files. The engine stays its owner's to close."""
         await self.background.close()
+        if self._loop_lag is not None:
+            self._loop_lag.close()
         if self._tidying is not None:
             self._tidying.cancel()
         # Whoever still follows a response may hold on to the memory, but to nothing in it.
@@ -65,7 +108,11 @@ class Services:
 
     def connection_memory(self, key_id: str) -> Memory:
         """Return the memory of a new connection."""
-        return Memory(key_id, self.store, self.engine.model.name)
+        return Memory(key_id, self.store, self.engine.model.name, ResolvedModels(self.routes))
+
+    def forgetful_memory(self, key_id: str) -> Memory:
+        """Return the memory of a request that is to have none."""
+        return self._http_memory(key_id, max_responses=0)
 
     def recent_responses(self, key_id: str) -> Memory:
         """Return what is kept of a key's recent responses over HTTP.
@@ -73,10 +120,11 @@ class Services:
         Where none are to be kept, a request has a memory of its own: what it reads back from the
         store makes no difference to later ones.
         """
-        if self.settings.recent_responses == 0:
-            return self._http_memory(key_id)
+        max_responses = self.settings.recent_responses
+        if max_responses == 0:
+            return self.forgetful_memory(key_id)
         if key_id not in self._recent:
-            self._recent[key_id] = self._http_memory(key_id)
+            self._recent[key_id] = self._http_memory(key_id, max_responses)
         self._recent.move_to_end(key_id)
         if self._tidying is None:
             self._tidy()
@@ -85,12 +133,13 @@ class Services:
             oldest.forget_all()
         return self._recent[key_id]
 
-    def _http_memory(self, key_id: str) -> Memory:
+    def _http_memory(self, key_id: str, max_responses: int) -> Memory:
         return Memory(
             key_id,
             self.store,
             self.engine.model.name,
-            max_responses=self.settings.recent_responses,
+            ResolvedModels(self.routes),
+            max_responses=max_responses,
             names_are_local=False,
         )
 
@@ -107,3 +156,28 @@ class Services:
         """Keep nothing more of a response that was deleted."""
         if memory := self._recent.get(key_id):
             memory.forget(response_id, slot=response_id)
+
+
+def _routes(settings: Settings, engine: Engine) -> ModelRoutes:
+    served = [engine.model.name]
+    if settings.models_file is None:
+        return ModelRoutes(served)
+    return ModelRoutes.from_file(settings.models_file, served)
+
+
+def _prices(routes: ModelRoutes) -> Prices:
+    """Return the price of each configuration: its own, or that of the model which runs it."""
+    prices = dict(parse_prices(routes.price_table))
+    for name in routes.names:
+        if not routes.is_split(name):
+            config = routes.resolve(name, None)
+            if price := prices.get(config.name) or prices.get(config.model):
+                prices[config.name] = price
+    return prices
+
+
+def _replays(settings: Settings, engine: Engine) -> Replays | None:
+    traces = [trace for path in settings.replay_files for trace in read_traces(path)]
+    if not traces:
+        return None
+    return Replays(traces, engine.model.tokenizer, engine.model.chat_format)

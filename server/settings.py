@@ -82,17 +82,28 @@ class Settings:
     drain_seconds: float = 30
     """How long responses may go on once the process is told to end."""
 
+    # What is done before and after inference.
+
+    models_file: Path | None = None
+    """What the names of models mean and what they cost (``docs/models.md``)."""
+    safety: str = "off"
+    """What classifies input and output: ``off``, ``embedded``, or ``module:Class``."""
+    replay_files: tuple[Path, ...] = ()
+    """Traces that requests may have replayed instead of sampling (``docs/traces.md``)."""
+
     # What is kept.
 
     store: bool = True
     """Whether responses that ask for it are stored."""
+    ledger: bool = True
+    """Whether usage and cost of each run are recorded."""
     data_dir: Path | None = None
-    """Where they are stored; None keeps them no longer than the process lives."""
+    """Where both are kept; None keeps them no longer than the process lives."""
     store_ttl_seconds: float = 30 * _DAY_SECONDS
     """How long they are stored (OpenAI, conversation state: 30 days)."""
 
     def __post_init__(self) -> None:
-        if self.data_dir is not None and not self.store:
+        if self.data_dir is not None and not (self.store or self.ledger):
             raise SettingsError("a data directory is of no use where nothing is stored")
         if (self.max_connections_per_key or 0) > (self.max_connections or float("inf")):
             raise SettingsError("one key may open more connections than there may be at all")

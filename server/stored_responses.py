@@ -240,7 +240,7 @@ def _terminal_frames(
 ) -> Sequence[Frame]:
     response = msgspec.Raw(stored.response)
     if outcome.error is not None:
-        return failure_frames(sequence_number, outcome.error.message, response)
+        return failure_frames(sequence_number, outcome.error, response)
     event_type = TERMINAL_EVENTS[outcome.status]
     event = {"type": event_type, "sequence_number": sequence_number, "response": response}
     return [Frame(sequence_number, sse_frame(event_type, encode(event)))]

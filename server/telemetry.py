@@ -14,9 +14,13 @@ from prometheus_client.registry import Collector
 from sampler.cache_pool import BLOCK_SIZE
 from sampler.engine import Engine
 from sampler.run import RunState, Segment
+from server.work import Tallies
 
 # From a cached kilobyte on a GPU to a cold context on a laptop.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+_LAG_SECONDS = tuple(n * 10.0**e for e in range(-4, 1) for n in (1, 2, 5))
 
 
 class Telemetry:
@@ -25,6 +29,9 @@ class Telemetry:
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
+        self.stages = Tallies()
+        """The work around inference, of all requests together."""
+        self._registry.register(_StageCollector(self.stages))
         self.pre_inference = Counter(
             "suspend_pre_inference",
             "Times the work before inference was done: once a run.",
@@ -43,8 +50,14 @@ class Telemetry:
         )
         self._first_token_seconds = Histogram(
             "suspend_time_to_first_token_seconds",
-            "From the request encoded to the first token, of new runs.",
+            "From the request received to the first token, of new runs.",
             buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.event_loop_lag = Histogram(
+            "suspend_event_loop_lag_seconds",
+            "How much later than asked for the event loop does what is due.",
+            buckets=_LAG_SECONDS,
             registry=self._registry,
         )
 
@@ -72,8 +85,25 @@ _COUNTS = {
     "preemptions": "Caches of runs being sampled that were given up, to be computed again.",
     "template_renders": "Conversations laid out as turns.",
     "encodes": "Texts given to the tokenizer.",
+    "tokens_encoded": "Tokens that texts came to.",
 }
 """The engine's counts, by the names that ``sampler.counters`` has for them."""
+
+
+class _StageCollector(Collector):
+    def __init__(self, stages: Tallies) -> None:
+        self._stages = stages
+
+    def collect(self) -> Iterator[Metric]:
+        for name, help_text in (
+            ("runs", "Times that a stage of the work around inference was gone through."),
+            ("items", "Items, texts or segments that it was gone through with."),
+            ("seconds", "How long that took."),
+        ):
+            family = CounterMetricFamily(f"suspend_stage_{name}", help_text, labels=["stage"])
+            for stage, tally in self._stages:
+                family.add_metric([stage.value], getattr(tally, name))
+            yield family
 
 
 class _EngineCollector(Collector):

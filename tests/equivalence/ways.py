@@ -21,9 +21,9 @@ from tests.equivalence.reference import Reference
 from tests.server.http_client import post
 from tests.server.running import CLOSING, Event, Running, calls_in, serving
 
-STATELESS = Settings(recent_responses=0, store=False)
+STATELESS = Settings(recent_responses=0, store=False, ledger=False)
 """Nothing is known of earlier requests over HTTP: a history is encoded and prefilled again."""
-KEEPING = Settings(recent_responses=8, store=False)
+KEEPING = Settings(recent_responses=8, store=False, ledger=False)
 
 
 class Stage:

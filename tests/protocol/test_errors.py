@@ -29,6 +29,7 @@ EVERY_KIND = [
     errors.response_not_found("resp_0"),
     errors.previous_response_not_found("resp_0"),
     errors.item_not_found("msg_0", "input[0]"),
+    errors.invalid_prompt("abuse", "input[0]"),
     errors.context_length_exceeded(9, 8),
     errors.orphan_output("call_0"),
     errors.unanswered_call("call_0"),

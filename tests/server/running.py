@@ -42,6 +42,7 @@ CALLS = ("function_call", "custom_tool_call")
 _OWN_CODES = (
     "context_length_exceeded",
     "duplicate_call_id",
+    "invalid_prompt",
     "suspension_expired",
     "unknown_call_id",
 )

@@ -68,7 +68,7 @@ def test_only_the_embedded_model_has_the_strings_of_forced_calls_bounded_by_defa
 
 
 def test_choices_that_make_no_sense_are_told(tmp_path: Path) -> None:
-    assert "data directory" in ending_of(store=False, data_dir=tmp_path)
+    assert "data directory" in ending_of(store=False, ledger=False, data_dir=tmp_path)
     assert "'app.example'" in ending_of(allow_origin=["https://a.example", "app.example"])
     assert "'box:80'" in ending_of(allow_host=["box:80"])
 

@@ -104,7 +104,9 @@ def broken(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("a bug")
 
 
-@pytest.mark.parametrize("place", ["server.responder.run_report", "server.lane.parse_append"])
+@pytest.mark.parametrize(
+    "place", ["server.run_report.RunReport.told_of", "server.reading.parse_append"]
+)
 async def test_a_bug_closes_its_connection_is_logged_and_spares_the_others(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,7 +129,7 @@ async def test_a_bug_closes_its_connection_is_logged_and_spares_the_others(
 async def test_a_bug_over_http_is_an_error_500(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("server.responder.run_report", broken)
+    monkeypatch.setattr("server.run_report.RunReport.told_of", broken)
     async with serving("Sun.") as server, server.http() as http:
         answer = await http.post("/v1/responses", json=BODY)
 

@@ -11,7 +11,7 @@ from server.settings import Settings, SettingsError
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"store": False, "data_dir": Path("data")}, "data directory"),
+        ({"store": False, "ledger": False, "data_dir": Path("data")}, "data directory"),
         ({"max_connections": 2, "max_connections_per_key": 3}, "more connections"),
         ({"allowed_origins": ("app.example",)}, "'app.example'"),
         ({"allowed_origins": ("https://app.example/",)}, "'https://app.example/'"),

@@ -165,7 +165,7 @@ async def test_several_are_answered_together_in_the_order_they_came() -> None:
 
 
 async def test_a_successor_can_be_steered_too() -> None:
-    async with speaking(RAIN, "Sun.", "Rain.") as first:
+    async with speaking(RAIN, "Sun. " * 40, "Rain.") as first:
         await first.steer("One.")
         await first.go_on("response.created")
         with held_at(1, first.server.engine) as model:

@@ -1,0 +1,138 @@
+"""The work around inference, stage by stage: how often, on how much, and for how long.
+
+A suspended run goes through each stage once, with what is new; a stateless one goes through all of
+them, with everything, for each request. That difference is what the designs are compared by, so it
+is counted where the work is done.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocol.validation import JsonObject
+from sampler.counters import TextWork
+
+
+class Stage(StrEnum):
+    """What is done with a request, in this order; inference comes before the last four."""
+
+    PARSE = "parse"
+    """Decode and validate; its items are those of the request."""
+    AUTHENTICATE = "authenticate"
+    """Once a connection, and once a request over HTTP."""
+    RESOLVE = "resolve"
+    """What the name of the model means."""
+    CLASSIFY_INPUT = "classify_input"
+    RENDER = "render"
+    """Lay out as turns."""
+    ENCODE = "encode"
+    """Make token ids; its items are texts."""
+    CLASSIFY_OUTPUT = "classify_output"
+    LEDGER = "ledger"
+    """Account for usage and cost; its items are segments."""
+    STORE = "store"
+    METRICS = "metrics"
+
+
+@dataclass
+class Tally:
+    """How much was done in one stage."""
+
+    runs: int = 0
+    items: int = 0
+    seconds: float = 0.0
+
+    def add(self, runs: int, items: int, seconds: float) -> None:
+        """Add what was done."""
+        self.runs += runs
+        self.items += items
+        self.seconds += seconds
+
+
+class Tallies:
+    """What was done in each stage."""
+
+    def __init__(self) -> None:
+        self._by_stage = {stage: Tally() for stage in Stage}
+
+    def __getitem__(self, stage: Stage) -> Tally:
+        return self._by_stage[stage]
+
+    def __iter__(self) -> Iterator[tuple[Stage, Tally]]:
+        return iter(self._by_stage.items())
+
+    def as_json(self) -> JsonObject:
+        """Return what was done where anything was."""
+        return {
+            stage.value: {"runs": tally.runs, "items": tally.items, "seconds": tally.seconds}
+            for stage, tally in self._by_stage.items()
+            if tally.runs or tally.items
+        }
+
+
+class Work:
+    """The work on one request, and on the run that it becomes."""
+
+    def __init__(self, totals: Tallies) -> None:
+        """Begin with a request that has just been received.
+
+        Args:
+            totals: of the whole server; everything is added there as well.
+        """
+        self.received_at = time.monotonic()
+        """In monotonic seconds."""
+        self.waited_seconds = 0.0
+        """How long it waited behind others before anything was done about it."""
+        self.requested_model: str | None = None
+        """The model as the client named it."""
+        self.tallies = Tallies()
+        self._totals = totals
+        self._queued_at: float | None = None
+
+    def add(self, stage: Stage, seconds: float, *, runs: int = 1, items: int = 1) -> None:
+        """Note that a stage was gone through ``runs`` times, with ``items`` in all."""
+        self.tallies[stage].add(runs, items, seconds)
+        self._totals[stage].add(runs, items, seconds)
+
+    @contextmanager
+    def stage(self, stage: Stage, *, runs: int = 1, items: int = 1) -> Iterator[None]:
+        """Note a stage, and how long it takes. One that fails was gone through as well."""
+        began_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, time.perf_counter() - began_at, runs=runs, items=items)
+
+    @contextmanager
+    def text(self) -> Iterator[TextWork]:
+        """Note what is rendered and encoded."""
+        text = TextWork()
+        try:
+            yield text
+        finally:
+            self.add(Stage.RENDER, text.render_seconds, runs=text.renders, items=text.renders)
+            self.add(Stage.ENCODE, text.encode_seconds, runs=text.encodes, items=text.encodes)
+
+    def absorb(self, other: "Work") -> None:
+        """Take over what was done for ``other``, which goes on as a part of this."""
+        for stage, tally in other.tallies:
+            self.tallies[stage].add(tally.runs, tally.items, tally.seconds)
+
+    # --- Time -------------------------------------------------------------------------------------
+
+    def queued(self) -> None:
+        """From now on it waits until it is ``taken``."""
+        self._queued_at = time.monotonic()
+
+    def taken(self) -> None:
+        """It waits no longer."""
+        if self._queued_at is not None:
+            self.waited_seconds += time.monotonic() - self._queued_at
+            self._queued_at = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been worked on since it was received."""
+        return time.monotonic() - self.received_at - self.waited_seconds
