@@ -177,20 +177,12 @@ async def _read_segment(
     async for event in events:
         if event["type"] in CLOSING:
             response: JsonObject = event["response"]
-            held.resume_seconds.append(_time_to_first_token(response["suspend:run"]))
+            held.resume_seconds.append(response["suspend:run"]["time_to_first_token"])
             held.tokens_sampled += response["usage"]["output_tokens"]
             return response
         if event["type"] in ("error", "response.failed"):
             break
     raise DesignsError("the server refused or failed a segment")
-
-
-def _time_to_first_token(report: JsonObject) -> float:
-    """Return it from the request on: that of a new run is counted from when it was encoded."""
-    seconds = float(report["time_to_first_token"])
-    if report["segments"] == 1:
-        seconds += report["time_info"]["pre_inference"]
-    return seconds
 
 
 # --- What they cost -------------------------------------------------------------------------------

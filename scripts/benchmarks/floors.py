@@ -29,7 +29,6 @@ import torch
 import typer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol.client_events import parse_create
 from protocol.codec import encode
 from protocol.server_events import OutputTextDelta
 from sampler.cache_pool import blocks_for
@@ -43,6 +42,7 @@ from sampler.run import Run
 from sampler.sampling import Certain, Logits
 from server.app import create_app
 from server.process import Server, server_config
+from server.reading import read_create
 from server.settings import Settings
 
 TOOL = "look_up"
@@ -114,8 +114,9 @@ class NotingEngine(Engine):
                 if isinstance(output, SegmentEnded) and len(run.segments) > 1:
                     segment = output.segment
                     assert segment.handed_at is not None, "it was sampled"
+                    assert segment.started_at is not None, "it was sampled"
                     self._notes.handed_after.append(segment.handed_at - segment.requested_at)
-                    self._notes.stepped_after.append(segment.queue_seconds)
+                    self._notes.stepped_after.append(segment.started_at - segment.requested_at)
                 yield output
 
 
@@ -181,9 +182,10 @@ class Floors:
 
     async def _drain(self, request: dict[str, Any], send: Send) -> None:
         """Have sampled what the server would be asked for in the same words."""
-        params = parse_create(request, transport="websocket", default_model=self._engine.model.name)
-        memory = self._services.connection_memory("")
-        prepared = await self._services.pre_inference.prepare(params, memory)
+        memory, pre_inference = self._services.connection_memory(""), self._services.pre_inference
+        work = self._services.new_work()
+        params = read_create(request, memory, work, "websocket")
+        prepared = await pre_inference.prepare(params, memory, work)
         assert prepared.run is not None, "it is not a warm-up"
         async with aclosing(self._engine.sample(prepared.run)) as outputs:
             async for _ in outputs:
@@ -235,7 +237,7 @@ def main(
     if rate:  # with no pace of its own nobody asks when its tokens were there
         loaded = replace(loaded, runner=NotingRunner(loaded.runner, notes))
     engine = NotingEngine(loaded, notes) if rate else Engine(loaded)
-    settings = Settings(store=False)
+    settings = Settings(store=False, ledger=False)
     floors = Floors(engine, settings, notes)
     app: ASGIApp = floors
     try:

@@ -339,8 +339,9 @@ def _trip(one: RawSocket) -> Trip:
     one.send(_append(called(closing)))
     frames = one.segment()
     before, after = time_info(closing), time_info(frames[-1][1])
-    queued, prefill = (1e6 * (after[name] - before[name]) for name in ("queue", "prefill"))
-    return Trip(1e6 * (frames[0][0] - sent_at), queued, prefill)
+    took = {name: 1e6 * (after[name] - before[name]) for name in after}
+    queued = took["pre_inference"] + took["queue"]
+    return Trip(1e6 * (frames[0][0] - sent_at), queued, took["prefill"])
 
 
 def time_info(closing: bytes) -> dict[str, float]:

@@ -32,7 +32,7 @@ def floors(loaded: LoadedModel, notes: Notes) -> Iterator[Floors]:
         loaded.name, NotingRunner(loaded.runner, notes), loaded.tokenizer, loaded.chat_format
     )
     engine = NotingEngine(noted, notes)
-    yield Floors(engine, Settings(store=False), notes)
+    yield Floors(engine, Settings(store=False, ledger=False), notes)
     engine.close()
 
 
