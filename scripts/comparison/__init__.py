@@ -1,0 +1,1 @@
+"""The comparison of the designs: workloads, who drives them, and the report."""

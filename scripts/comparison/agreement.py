@@ -1,0 +1,206 @@
+"""Whether the designs sample the same tokens: nothing is replayed, the model says what it says.
+
+The server runs in exact mode. Each turn is made to call, and a call brings a note: a string long
+enough for its sampled tokens to be others than a tokenizer would choose for the text. Who keeps no
+tokens reads its history in the tokenizer's own way, so its context may drift from what was sampled,
+and with it what is sampled next. That is a finding and no failure. What differs after that is
+another run, and is not compared.
+
+A run that outputs are injected into reports the tokens of its last turn only, so it has no place
+here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from protocol.validation import JsonObject
+from scripts.comparison.agents import CompareError, Endpoint, Heard, Question, client_of
+from scripts.comparison.results import Agreement, Design
+
+REFERENCE = Design.SUSPENDED
+DESIGNS = (
+    Design.SUSPENDED_AGAIN,
+    Design.CHAINED,
+    Design.STATELESS_CACHE,
+    Design.STATELESS,
+)
+
+_TOOL: JsonObject = {
+    "type": "function",
+    "name": "write_note",
+    "description": "Write a note about what is to be done next, and why",
+    "parameters": {
+        "type": "object",
+        "properties": {"note": {"type": "string", "minLength": 80, "maxLength": 200}},
+        "required": ["note"],
+    },
+}
+_QUESTIONS = (
+    "Plan a walk through an old harbour town, and take notes of what to see.",
+    "Find out why the nightly build fails, and note each thing that you try.",
+    "Compare three ways to store logs, and write down what speaks for each.",
+)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How tokens are chosen."""
+
+    name: str
+    temperature: float
+
+
+GREEDY = Sampler("greedy", 0.0)
+WARM = Sampler("temperature 0.7", 0.7)
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """The tokens of one turn."""
+
+    token_ids: tuple[int, ...]
+    context_digest: str
+    """Of the tokens that it was sampled after."""
+
+
+Run = Sequence[SampledTurn]
+
+
+# --- Comparing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a run compares with another one, up to the first turn that differs."""
+
+    num_turns: int
+    num_tokens: int
+    is_equal: bool
+    drifted_turns: int
+    differing_tokens: int
+
+
+def difference(run: Run, reference: Run) -> Difference:
+    """Compare ``run`` with what it should be."""
+    num_turns = num_tokens = drifted = 0
+    for turn, wanted in zip(run, reference, strict=True):
+        num_turns += 1
+        num_tokens += len(turn.token_ids)
+        drifted += turn.context_digest != wanted.context_digest
+        if turn.token_ids != wanted.token_ids:
+            pairs = zip_longest(turn.token_ids, wanted.token_ids)
+            return Difference(num_turns, num_tokens, False, drifted, sum(a != b for a, b in pairs))
+    return Difference(num_turns, num_tokens, True, drifted, 0)
+
+
+def agreement(design: Design, sampler: Sampler, differences: Sequence[Difference]) -> Agreement:
+    """Return how the runs of a design compare with the suspended ones, all together."""
+    return Agreement(
+        design=design,
+        sampler=sampler.name,
+        num_runs=len(differences),
+        num_turns=sum(each.num_turns for each in differences),
+        num_tokens=sum(each.num_tokens for each in differences),
+        equal_runs=sum(each.is_equal for each in differences),
+        drifted_turns=sum(each.drifted_turns for each in differences),
+        differing_tokens=sum(each.differing_tokens for each in differences),
+    )
+
+
+# --- Sampling ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is sampled."""
+
+    num_turns: int
+    num_greedy: int
+    num_warm: int
+
+    def runs(self) -> Iterator[tuple[Sampler, int]]:
+        """Give the sampler and the seed of each run."""
+        yield from ((GREEDY, seed) for seed in range(self.num_greedy))
+        yield from ((WARM, seed) for seed in range(self.num_warm))
+
+    def num_runs(self, designs: Sequence[Design]) -> int:
+        """Return how many runs are held in all."""
+        return (1 + len(designs)) * (self.num_greedy + self.num_warm)
+
+
+FULL = Plan(num_turns=5, num_greedy=3, num_warm=5)
+QUICK = Plan(num_turns=2, num_greedy=1, num_warm=1)
+
+
+async def measure_agreement(
+    endpoint: Endpoint,
+    plan: Plan,
+    designs: Sequence[Design] = DESIGNS,
+    begun: Callable[[Design], None] = lambda design: None,
+) -> list[Agreement]:
+    """Sample the same runs in each design, and compare them with the suspended ones.
+
+    Args:
+        endpoint: of a server in exact mode.
+        plan: how many, and how long.
+        designs: that are compared, of ``DESIGNS``.
+        begun: is told in which design the next run is held.
+
+    Raises:
+        CompareError: the server refused or failed, or tells no tokens.
+    """
+    differences: dict[tuple[Sampler, Design], list[Difference]] = {}
+    for sampler, seed in plan.runs():
+        begun(REFERENCE)
+        reference = await sampled_run(REFERENCE, endpoint, sampler, seed, plan.num_turns)
+        for design in designs:
+            begun(design)
+            run = await sampled_run(design, endpoint, sampler, seed, plan.num_turns)
+            found = differences.setdefault((sampler, design), [])
+            found.append(difference(run, reference))
+    return [agreement(design, sampler, each) for (sampler, design), each in differences.items()]
+
+
+async def sampled_run(
+    design: Design, endpoint: Endpoint, sampler: Sampler, seed: int, num_turns: int
+) -> list[SampledTurn]:
+    """Hold a run for so many turns, each of which is made to call, and return its tokens.
+
+    Raises:
+        CompareError: the server refused or failed, or tells no tokens.
+    """
+    members = {
+        "temperature": sampler.temperature,
+        "seed": seed,
+        "tools": [_TOOL],
+        "parallel_tool_calls": False,
+        "store": False,
+        "include": ["suspend:token_ids"],
+    }
+    question = _QUESTIONS[seed % len(_QUESTIONS)]
+    items: list[JsonObject] = [{"type": "message", "role": "user", "content": question}]
+    turns = []
+    async with client_of(design, endpoint, members) as client:
+        for number in range(num_turns):
+            heard = await client.ask(Question(items, 1, {"tool_choice": "required"}))
+            turns.append(_sampled(heard))
+            items = [_output(heard, number)]
+    return turns
+
+
+def _sampled(heard: Heard) -> SampledTurn:
+    assert heard.response is not None, "an event closed the turn"
+    try:
+        tokens = heard.response["suspend:run"]["token_ids"]
+    except KeyError as error:
+        raise CompareError(f"the server tells no tokens: there is no {error}") from None
+    return SampledTurn(tuple(tokens["sampled"]), tokens["context_digest"])
+
+
+def _output(heard: Heard, number: int) -> JsonObject:
+    call_ids = [item["call_id"] for item in heard.items if item["type"] == "function_call"]
+    if len(call_ids) != 1:
+        raise CompareError(f"expected a call, got {len(call_ids)}")
+    text = f"Note {number + 1} is saved. What is next?"
+    return {"type": "function_call_output", "call_id": call_ids[0], "output": text}
