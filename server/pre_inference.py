@@ -89,7 +89,7 @@ class Prepared:
 
 
 class PreInference:
-    """Validates, resolves the model, classifies, renders and encodes."""
+    """Classifies, renders and encodes what was read (``reading``), and opens its run."""
 
     def __init__(
         self,
@@ -144,9 +144,9 @@ class PreInference:
         """
         if not self._safety.is_on or not items:
             return Findings()
-        with work.stage(Stage.CLASSIFY_INPUT, items=0), classified():
+        with work.stage(Stage.CLASSIFY_INPUT, items=0) as done, classified():
             findings = await self._safety.classify_input(items)
-        work.add(Stage.CLASSIFY_INPUT, 0, runs=0, items=findings.num_items)
+            done.items = findings.num_items
         return findings
 
     async def _prepare(

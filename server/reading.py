@@ -62,16 +62,16 @@ def read_inject(frame: JsonObject, work: Work) -> InjectParams:
     Raises:
         ProtocolError: it is no inject.
     """
-    with work.stage(Stage.PARSE, items=0):
+    with work.stage(Stage.PARSE, items=0) as done:
         params = parse_inject(frame)
-    work.add(Stage.PARSE, 0, runs=0, items=len(params.outputs))
+        done.items = len(params.outputs)
     return params
 
 
 def _read(parse: Callable[[JsonObject], Request], body: JsonObject, work: Work) -> Request:
-    with work.stage(Stage.PARSE, items=0):
+    with work.stage(Stage.PARSE, items=0) as done:
         params = parse(body)
-    work.add(Stage.PARSE, 0, runs=0, items=len(params.input))
+        done.items = len(params.input)
     return params
 
 

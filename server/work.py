@@ -97,13 +97,17 @@ class Work:
         self._totals[stage].add(runs, items, seconds)
 
     @contextmanager
-    def stage(self, stage: Stage, *, runs: int = 1, items: int = 1) -> Iterator[None]:
-        """Note a stage, and how long it takes. One that fails was gone through as well."""
-        began_at = time.perf_counter()
+    def stage(self, stage: Stage, *, runs: int = 1, items: int = 1) -> Iterator[Tally]:
+        """Note a stage, and how long it takes. One that fails was gone through as well.
+
+        What is given is what will be noted, for who learns only meanwhile how many items it has.
+        """
+        done, began_at = Tally(runs, items), time.perf_counter()
         try:
-            yield
+            yield done
         finally:
-            self.add(stage, time.perf_counter() - began_at, runs=runs, items=items)
+            seconds = time.perf_counter() - began_at
+            self.add(stage, seconds, runs=done.runs, items=done.items)
 
     @contextmanager
     def text(self) -> Iterator[TextWork]:

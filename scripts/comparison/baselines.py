@@ -18,13 +18,11 @@ from types import MappingProxyType
 
 from scripts.benchmarks.pairing import wait_until_idle
 from scripts.comparison.outside_process import RunningServer, running
-from scripts.comparison.outside_servers import BaselineError, OutsideServer, installed_servers
+from scripts.comparison.outside_servers import BaselineError, OutsideServer
 from scripts.comparison.outside_steps import embedded_tokenizer, steps_of
 from scripts.comparison.results import Trial
 from scripts.comparison.trials import WARM_UP, Numbers
 from scripts.comparison.workloads import Workload
-
-__all__ = ["Measure", "installed_servers", "measure_baselines"]
 
 Measure = Callable[[int], Awaitable[Trial]]
 """Measures one trial of the round that has this number, and returns it."""

