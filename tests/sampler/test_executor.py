@@ -605,7 +605,9 @@ async def test_what_ran_ahead_and_was_swapped_out_is_undone(wishes: bool, tmp_pa
         paged, 8, suspend_policy=Mode.SWAP, swap_directory=tmp_path, reuse_prefixes=False
     ) as engine:
         watched(engine).steering = lambda _: [70, 71]
-        slow = engine.open_run("slow", [5] * 40, replace(SEEDED, max_output_tokens=4), Constraint())
+        slow = engine.open_run(
+            "slow", [5] * 40, replace(SEEDED, max_output_tokens=20), Constraint()
+        )
         async with aclosing(engine.sample(slow)) as outputs:
             await anext(output async for output in outputs if isinstance(output, TextDelta))
             params = replace(SEEDED, max_output_tokens=2)
