@@ -1,5 +1,7 @@
 """Each position holds its token id, so that what a cache reads can be told."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
@@ -67,35 +69,55 @@ def test_a_block_takes_the_bytes_that_its_shape_says(storage: PagedStorage) -> N
     assert storage.tensor[0].nbytes == SHAPE.block_bytes(torch.bfloat16) == 2 * 2 * 3 * 64 * 2
 
 
-def resident_bytes() -> int:
+needs_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+
+RESIDENT = """
+from pathlib import Path
+import torch
+from sampler.cache_pool import BLOCK_SIZE, BlockPool
+from sampler.kv_cache import KVShape, PagedStorage
+
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+before = resident_bytes()
+shape = KVShape(num_layers=30, num_kv_heads=3, head_dim=64)
+storage = PagedStorage(BlockPool({num_blocks}), shape, torch.bfloat16)
+{use}
+print(storage.tensor.nbytes, resident_bytes() - before)
+"""
 
-needs_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+
+def measure(num_blocks: int, use: str) -> tuple[int, int]:
+    """Return how many bytes the blocks take, and how many are resident after ``use``.
+
+    In a process of its own: in this one, memory that other tests gave back is resident already.
+    """
+    code = RESIDENT.format(num_blocks=num_blocks, use=use)
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    num_bytes, num_resident = map(int, said.split())
+    return num_bytes, num_resident
 
 
 @needs_linux
 def test_reserved_memory_is_resident_before_it_is_used() -> None:
-    before = resident_bytes()
-    shape = KVShape(num_layers=30, num_kv_heads=3, head_dim=64)
-    storage = PagedStorage(BlockPool(100), shape, torch.bfloat16)
+    num_bytes, num_resident = measure(100, "storage.reserve()")
 
-    storage.reserve()
-
-    assert resident_bytes() - before > 0.9 * storage.tensor.nbytes > 30e6
+    assert num_resident > 0.9 * num_bytes > 30e6
 
 
 @needs_linux
 def test_blocks_that_were_never_used_are_not_resident() -> None:
-    before = resident_bytes()
-    shape = KVShape(num_layers=30, num_kv_heads=3, head_dim=64)
-    storage = PagedStorage(BlockPool(1000), shape, torch.bfloat16)
-    cache = storage.new_cache()
-    cache.extend_to(3 * BLOCK_SIZE)
-    storage.tensor[cache.table.blocks] = 1
+    use = """
+cache = storage.new_cache()
+cache.extend_to(3 * BLOCK_SIZE)
+storage.tensor[cache.table.blocks] = 1
+"""
+    num_bytes, num_resident = measure(1000, use)
 
-    assert storage.tensor.nbytes > 350e6
-    assert resident_bytes() - before < 30e6
+    assert num_bytes > 350e6
+    assert num_resident < 30e6
 
 
 # --- Sharing -------------------------------------------------------------------------------------
