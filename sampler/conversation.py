@@ -47,6 +47,10 @@ class Conversation:
     enable_thinking: bool | None = None
     """Whether the model is to think before it speaks; None leaves it to the chat template."""
 
+    def after(self, turn: RecordedTurn) -> "Conversation":
+        """Return what this has become once the model has said ``turn``."""
+        return replace(self, items=(*self.items, turn))
+
 
 @dataclass(frozen=True)
 class ToolOutput:
@@ -233,10 +237,17 @@ free text
 
 
 def _signature(function: FunctionTool) -> str:
-    """Return one line such as ``get_weather(city: string): Current weather in a city``."""
+    """Return one line such as ``get_weather(city: string): Current weather in a city``.
+
+    What of the schema is none is not told: a function that is not strict may have any.
+    """
     schema = function.parameters or {}
-    required = schema.get("required", [])
-    properties: dict[str, Any] = schema.get("properties", {})
+    required = schema.get("required")
+    if not isinstance(required, list):
+        required = []
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        properties = {}
     arguments = ", ".join(
         f"{name}{'' if name in required else '?'}: {_type_of(kind)}"
         for name, kind in properties.items()

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from sampler.counters import Counters
 
+_MANY_CHARACTERS = 2000
+"""What takes longer to encode than another thread, the event loop's say, likes to stand still."""
+
 
 class Tokenizer:
     """Wraps a Hugging Face fast tokenizer for one model."""
@@ -94,7 +97,11 @@ class Tokenizer:
         return token_ids
 
     def _encode(self, text: str) -> list[int]:
-        return self._text.encode(text, add_special_tokens=False).ids
+        if len(text) < _MANY_CHARACTERS:
+            return self._text.encode(text, add_special_tokens=False).ids
+        # Only a batch lets other Python threads go on meanwhile.
+        (encoding,) = self._text.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that ``token_id`` stands for in text; control tokens stand for none."""

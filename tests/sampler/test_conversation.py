@@ -18,6 +18,7 @@ from protocol.items import (
     UnknownItem,
 )
 from protocol.tools import CallableTool, CustomFormat, CustomTool, FunctionTool
+from protocol.validation import JsonObject
 from sampler.conversation import (
     Conversation,
     ConversationError,
@@ -254,6 +255,23 @@ def told(*tools: CallableTool) -> str:
     turns = with_tools_told([Turn("system", "Be terse."), Turn("user", "Hi.")], tools)
     assert turns[1:] == [Turn("user", "Hi.")]
     return turns[0].text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({"properties": []}, "f()"),
+        ({"properties": "city"}, "f()"),
+        ({"properties": {"city": {}}, "required": -1}, "f(city?: any)"),
+        ({"properties": {"city": {}}, "required": "city"}, "f(city?: any)"),
+        ({"properties": {"city": False}, "required": [["city"], "city"]}, "f(city: false)"),
+        ({"properties": {"city": {"description": 5}}}, "f(city?: any):  city: 5."),
+    ],
+)
+def test_what_is_no_schema_is_not_told(parameters: JsonObject, told: str) -> None:
+    (system,) = with_tools_told([], [FunctionTool("f", parameters=parameters)])
+
+    assert f"\n{told}\n" in system.text
 
 
 def test_functions_are_told_as_signatures() -> None:

@@ -723,3 +723,17 @@ def test_a_schema_that_compiles_also_compiles_bounded(schema: Schema) -> None:
         return
 
     assert compiler.matcher(Constraint((function,), 1)) is not None
+
+
+# --- Faults of llguidance ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_before", range(4))
+def test_an_error_that_cannot_be_told_is_no_panic(num_before: int) -> None:
+    # Its text is cut at byte 100, which is in the middle of a character for some of these.
+    schema = {"type": "object", "required": [{"x" * num_before + "<e\u0301" * 40: True}]}
+    tool = FunctionTool("f", parameters=schema)
+
+    GrammarCompiler(BYTE_LEVEL).check(tool)  # it is not strict: what cannot be kept is left out
+    with pytest.raises(GrammarError):
+        GrammarCompiler(BYTE_LEVEL).check(FunctionTool("f", parameters=schema, strict=True))

@@ -1,4 +1,5 @@
 import json
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -226,3 +227,39 @@ def test_no_text_holds_the_hole_of_a_grammar_and_no_logit_stands_for_it() -> Non
     assert BYTE_LEVEL.hole_id == BYTE_LEVEL.vocab_size
     assert BYTE_LEVEL.hole_id not in BYTE_LEVEL.guidance.tokenize_str("<|hole|>")
     assert BYTE_LEVEL.hole_id not in BYTE_LEVEL.encode_text("<|hole|>")
+
+
+# --- Long texts ----------------------------------------------------------------------------------
+
+
+def test_a_long_text_has_the_ids_of_a_short_one(smollm2: Tokenizer) -> None:
+    words = [f"{number} {chr(0x3B1 + number % 24)}bc\n" for number in range(1000)]
+
+    token_ids = smollm2.encode_text("".join(words))
+
+    assert len("".join(words)) > 4000
+    assert bytes_of(smollm2, token_ids) == "".join(words).encode()
+    assert token_ids == [
+        token_id
+        for start in range(0, len(words), 100)
+        for token_id in smollm2.encode_text("".join(words[start : start + 100]))
+    ]
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(smollm2: Tokenizer) -> None:
+    ticks: list[int] = []
+    is_over = Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.001):
+            ticks.append(len(ticks))
+
+    ticking = Thread(target=tick)
+    ticking.start()
+    before = len(ticks)
+    smollm2.encode_text("word " * 100_000)
+    num_ticks = len(ticks) - before
+    is_over.set()
+    ticking.join()
+
+    assert num_ticks > 10
