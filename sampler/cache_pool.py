@@ -54,6 +54,24 @@ class _Prefix:
             prefix = prefix.parent
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """What the blocks of the pool are used for."""
+
+    num_blocks: int
+    num_used: int
+    """Those that somebody holds."""
+    num_cached: int
+    """Those that nobody holds, but that can be found by their content."""
+    num_swapped: int
+    """Those whose content is in files; not of the pool."""
+
+    @property
+    def num_free(self) -> int:
+        """Those that can be had now, the cached ones included."""
+        return self.num_blocks - self.num_used
+
+
 class BlockPool:
     """Counts the holders of each of ``num_blocks`` blocks, and finds free and published ones."""
 

@@ -6,6 +6,16 @@ from traceback import clear_frames
 class EngineError(RuntimeError):
     """The engine failed to do its part; the run it hit is over, other runs go on."""
 
+    def __init__(self, message: str, code: str = "server_error") -> None:
+        """Fail with ``message``.
+
+        Args:
+            message: what a client is told.
+            code: the same in a word, one of the protocol's error codes.
+        """
+        super().__init__(message)
+        self.code = code
+
 
 def failure_of(error: Exception, message: str = "the engine failed to take a step") -> EngineError:
     """Return an error that says ``message`` and has ``error`` as its cause.

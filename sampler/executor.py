@@ -32,13 +32,14 @@ from weakref import ref
 
 import torch
 
+from sampler.cache_pool import MemoryUse
 from sampler.engine_error import EngineError, failure_of
 from sampler.job import Job
 from sampler.kv_cache import KVCache
 from sampler.parked_caches import ParkedCaches
 from sampler.sampling import Sampled
 from sampler.snapshot import Snapshot
-from sampler.stepper import MemoryUse, Stepper
+from sampler.stepper import Stepper
 from sampler.suspension_policy import SuspensionPolicy
 from sampler.token_channel import Mailbox, TokenChannel, Told
 

@@ -4,27 +4,22 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from protocol.items import CallOutput, FunctionCall, Message
-from sampler.chat_template import THINK, ChatFormat, ChatMLFormat, Render, TemplateFormat
-from sampler.conversation import ConversationError
-from sampler.embedded_model import EMBEDDED_MODEL_NAME, ensure_embedded_model
+from sampler.chat_template import ChatFormat
+from sampler.language import ModelLoadError as ModelLoadError
+from sampler.language import chat_format_of as chat_format_of
+from sampler.language import find_model, first_line, load_tokenizer
+from sampler.language import stop_ids_of as stop_ids_of
 from sampler.model_runner import GenericRunner, ModelRunner
 from sampler.runner_choice import RunnerChoiceError, RunnerOptions, choose_runner
 from sampler.tokenizer import Tokenizer
-from sampler.tool_calls import BEGIN
 
 logger = logging.getLogger(__name__)
-
-
-class ModelLoadError(RuntimeError):
-    """The model could not be loaded; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +59,16 @@ def load_model(
             chat template, or it cannot be run as ``options`` say.
         EmbeddedModelError: the embedded model is not installed or its file is not the right one.
     """
-    if source is None or source == EMBEDDED_MODEL_NAME:
-        return _load(ensure_embedded_model(progress), EMBEDDED_MODEL_NAME, device, options)
-    if Path(source).is_dir():
-        return _load(source, Path(source).resolve().name, device, options)
-    if isinstance(source, Path) or source.startswith((".", "/", "~")):
-        raise ModelLoadError(f"there is no model directory {str(source)!r}")
-    return _load(source, source, device, options)
-
-
-def _load(source: str | Path, name: str, device: str, options: RunnerOptions) -> LoadedModel:
+    location, name = find_model(source, progress)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch_device = _pick_device(device)
     dtype = options.loading_dtype(torch_device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
         torch.nn.Module.to(model, torch_device)  # the model's own `to` is typed wrongly
-        hf_tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelLoadError(f"cannot load the model {name!r}: {_first_line(error)}") from error
-    if not hf_tokenizer.is_fast:
-        raise ModelLoadError(f"the model {name!r} has no fast tokenizer")
+        raise ModelLoadError(f"cannot load the model {name!r}: {first_line(error)}") from error
+    hf_tokenizer = load_tokenizer(location, name)
     try:
         runner = choose_runner(model, options)
     except RunnerChoiceError as error:
@@ -101,17 +85,13 @@ def _load(source: str | Path, name: str, device: str, options: RunnerOptions) ->
     return LoadedModel(name, runner, tokenizer, chat_format_of(hf_tokenizer, tokenizer, name))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _pick_device(device: str) -> torch.device:
     if device != "auto":
         try:
             return torch.empty(0, device=device).device
         # A torch without CUDA asserts, one without any such device finds nothing implemented.
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason, _, _ = _first_line(error).partition(". ")
+            reason, _, _ = first_line(error).partition(". ")
             raise ModelLoadError(f"cannot use the device {device!r}: {reason}") from error
     if torch.cuda.is_available():
         return torch.device("cuda")
@@ -123,76 +103,3 @@ def _check_cache(model: PreTrainedModel, name: str) -> None:
     # A runner of its own, so that its work is not counted as a run's.
     if not GenericRunner(model).continues_from_its_cache():
         raise ModelLoadError(f"{name!r} does not go on where its cache ends, so it cannot suspend")
-
-
-def stop_ids_of(generation_config: Any, hf_tokenizer: Any) -> set[int]:
-    """Return what ends a turn: what the generation config says, the EOS, and ChatML's end."""
-    configured = getattr(generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    chatml_end = hf_tokenizer.get_vocab().get("<|im_end|>")
-    stop_ids = {*ids, hf_tokenizer.eos_token_id, chatml_end}
-    return {token_id for token_id in stop_ids if token_id is not None}
-
-
-def chat_format_of(hf_tokenizer: Any, tokenizer: Tokenizer, name: str) -> ChatFormat:
-    """Return the format that the chat template of the model called ``name`` asks for.
-
-    Raises:
-        ModelLoadError: it has none, or one in which no run can be resumed.
-    """
-    template = hf_tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("tool_use") or template.get("default")
-    if not template:
-        raise ModelLoadError(f"the model {name!r} has no chat template")
-
-    def render(
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        enable_thinking: bool | None = None,
-    ) -> str:
-        # A template tells a switch that is not set from one that is off.
-        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        return str(
-            hf_tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **switches,
-            )
-        )
-
-    thinks = THINK in template or THINK in tokenizer.added_tokens
-    knows_tools = "tools" in template and BEGIN in template
-    is_chatml = "<|im_start|>" in tokenizer.added_tokens and THINK not in template
-    if is_chatml and not knows_tools:
-        return ChatMLFormat(tokenizer, _default_system(render), thinks=thinks)
-    if not knows_tools:
-        logger.warning("%s calls tools in no way known here; they are told in the prompt", name)
-    chat_format = TemplateFormat(tokenizer, render, knows_tools=knows_tools, thinks=thinks)
-    _check_suffixes(chat_format, name)
-    return chat_format
-
-
-def _check_suffixes(chat_format: ChatFormat, name: str) -> None:
-    """Make sure, before the first run is suspended, that one can be resumed."""
-    calls = [FunctionCall("call_1", "f", "{}")]
-    try:
-        chat_format.suffix_ids(calls, [CallOutput("call_1", "x")])
-        chat_format.suffix_ids([], [Message("user", "x")])
-        _ = chat_format.end_of_turn  # found out now, and kept
-    except ConversationError as error:
-        raise ModelLoadError(f"no run of {name!r} can be resumed: {error}") from error
-
-
-def _default_system(render: Render) -> str:
-    """Return the system message that a ChatML template puts in when a conversation has none."""
-    rendered = render([{"role": "user", "content": "x"}], add_generation_prompt=False)
-    header = "<|im_start|>system\n"
-    if not rendered.startswith(header):
-        return ""
-    return rendered.removeprefix(header).partition("<|im_end|>")[0]

@@ -24,6 +24,8 @@ class SamplingParams:
     """What the logit of a token loses once the segment has sampled it."""
     frequency_penalty: float = 0.0
     """What the logit of a token loses each time that the segment samples it."""
+    reasoning_effort: str | None = None
+    """How much the model is to think, where it can be told so in a word; None: as it likes."""
 
     @property
     def has_penalties(self) -> bool:

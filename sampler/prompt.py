@@ -1,4 +1,4 @@
-"""A conversation and the token ids it makes.
+"""A conversation as a model reads it: for the most part, the token ids it makes.
 
 A conversation is laid out in pieces that never touch one another: what comes before the first turn
 that was sampled here, by the chat format's prompt; each sampled turn, by the very ids that were
@@ -7,6 +7,7 @@ whoever knows the ids of a conversation need encode no more than what came since
 same ids, as they put the same pieces together.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,21 +23,39 @@ from sampler.truncation import truncations
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A conversation and the ids it makes, the model's turn to come or said already."""
+class Prompt(ABC):
+    """A conversation in the form in which an engine samples from it."""
 
     conversation: Conversation
-    token_ids: tuple[int, ...]
 
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """How long it is."""
+
+    @abstractmethod
     def after(self, turn: RecordedTurn) -> "Prompt":
         """Return what this has become once the model has said ``turn``."""
-        items = (*self.conversation.items, turn)
-        return Prompt(replace(self.conversation, items=items), self.token_ids + turn.token_ids)
+
+
+@dataclass(frozen=True)
+class TokenPrompt(Prompt):
+    """A conversation and the ids it makes, the model's turn to come or said already."""
+
+    token_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def after(self, turn: RecordedTurn) -> "TokenPrompt":
+        conversation = self.conversation.after(turn)
+        return TokenPrompt(conversation, self.token_ids + turn.token_ids)
 
 
 def encode(
-    chat_format: ChatFormat, conversation: Conversation, known: Prompt | None = None
-) -> Prompt:
+    chat_format: ChatFormat, conversation: Conversation, known: TokenPrompt | None = None
+) -> TokenPrompt:
     """Return the prompt that ``conversation`` makes, up to where the model's turn begins.
 
     Args:
@@ -49,7 +68,7 @@ def encode(
         ConversationError: the chat format cannot lay it out.
     """
     items = conversation.items
-    if known is not None and _goes_on_from(known.conversation, conversation):
+    if known is not None and goes_on_from(known.conversation, conversation):
         start = len(known.conversation.items) - 1
         token_ids = list(known.token_ids[: -len(_turn_at(items, start).token_ids)])
     else:
@@ -64,12 +83,12 @@ def encode(
             calls, following, enable_thinking=conversation.enable_thinking
         )
         start = stop
-    return Prompt(conversation, tuple(token_ids))
+    return TokenPrompt(conversation, tuple(token_ids))
 
 
 def encode_beginning(
-    chat_format: ChatFormat, conversation: Conversation, known: Prompt | None = None
-) -> Prompt:
+    chat_format: ChatFormat, conversation: Conversation, known: TokenPrompt | None = None
+) -> TokenPrompt:
     """Return the ids that the prompt begins with of whatever ``conversation`` becomes.
 
     That is all but what depends on who speaks next. Many chat templates refuse a conversation in
@@ -87,22 +106,22 @@ def encode_beginning(
     token_ids = token_ids[: num_common(token_ids, with_said(Message("user", "b")))]
     with suppress(ConversationError):
         token_ids = token_ids[: num_common(token_ids, with_said())]
-    return Prompt(conversation, token_ids)
+    return TokenPrompt(conversation, token_ids)
 
 
 def longest_known(conversation: Conversation, prompts: Iterable[Prompt]) -> Prompt | None:
-    """Return the one of ``prompts`` that saves most in encoding ``conversation``, if any does."""
-    known = [prompt for prompt in prompts if _goes_on_from(prompt.conversation, conversation)]
-    return max(known, key=lambda prompt: len(prompt.token_ids), default=None)
+    """Return the one of ``prompts`` that saves most in laying out ``conversation``, if any does."""
+    known = [prompt for prompt in prompts if goes_on_from(prompt.conversation, conversation)]
+    return max(known, key=lambda prompt: len(prompt.conversation.items), default=None)
 
 
 def fit(
     chat_format: ChatFormat,
     conversation: Conversation,
     limit: int,
-    known: Prompt | None = None,
+    known: TokenPrompt | None = None,
     coda: Sequence[InputItem] = (),
-) -> Prompt:
+) -> TokenPrompt:
     """Return the prompt of as much of ``conversation`` as makes at most ``limit`` ids.
 
     What is left out are its oldest turns; the ``coda`` follows what is left. Where it is too long
@@ -112,7 +131,7 @@ def fit(
         ConversationError: the chat format cannot lay it out.
     """
 
-    def prompt_of(items: Sequence[Item], known: Prompt | None = None) -> Prompt:
+    def prompt_of(items: Sequence[Item], known: TokenPrompt | None = None) -> TokenPrompt:
         return encode(chat_format, replace(conversation, items=[*items, *coda]), known)
 
     prompt = prompt_of(conversation.items, known)
@@ -121,7 +140,7 @@ def fit(
     shorter = truncations(conversation.items)
 
     @cache
-    def shorter_prompt(index: int) -> Prompt:
+    def shorter_prompt(index: int) -> TokenPrompt:
         return prompt_of(shorter[index])
 
     def fits(index: int) -> bool:
@@ -131,7 +150,7 @@ def fit(
     return shorter_prompt(min(longest, len(shorter) - 1)) if shorter else prompt
 
 
-def _goes_on_from(known: Conversation, conversation: Conversation) -> bool:
+def goes_on_from(known: Conversation, conversation: Conversation) -> bool:
     """Return whether ``conversation`` is ``known``, which ends in a recorded turn, and more."""
     length = len(known.items)
     return (

@@ -9,11 +9,12 @@ suspension is the pending token followed by the suffix.
 Nothing here knows tensors or the event loop.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from protocol.transitions import next_state
+from protocol.validation import JsonObject
 from sampler.params import Constraint, SamplingParams
 from sampler.suspension import Suspension
 
@@ -51,6 +52,8 @@ class StopReason(Enum):
     TOOL_CALLS = "tool_calls"
     MAX_OUTPUT_TOKENS = "max_output_tokens"
     CONTEXT_LENGTH = "context_length"
+    CONTENT_FILTER = "content_filter"
+    """Whoever samples would say no more of it."""
     STEERED = "steered"
     """The client has something to say: the turn ends between two items."""
     CANCELLED = "cancelled"
@@ -163,6 +166,9 @@ class Segment:
     """How long the client was kept waiting by work on what was sampled."""
     interrupted_seconds: float = 0.0
     """How much of that was before its end."""
+    endpoint: JsonObject | None = None
+    """What somebody else, who sampled it, told of it: times in seconds, and how often he had to be
+    asked."""
 
     @property
     def queue_seconds(self) -> float:
@@ -202,8 +208,8 @@ class Run:
     tokens: TokenLog = field(default_factory=TokenLog)
     segments: list[Segment] = field(default_factory=list)
     suspension: Suspension | None = None
-    wanted_stop: StopReason | None = None
-    """Set to ``STEERED`` or ``CANCELLED`` to have sampling end early."""
+    on_wish: Callable[[], object] | None = None
+    """Called when ``wanted_stop`` is set: who waits for someone else's tokens looks only then."""
     num_inherited: int = 0
     """Positions whose keys and values came from another run."""
     num_forwarded: int = 0
@@ -212,7 +218,19 @@ class Run:
     tokens_told: int = 0
     """Of those forwarded, what the segments that have ended say."""
     suspended_seconds: float = 0.0
+    _wanted_stop: StopReason | None = None
     _state: RunState = RunState.QUEUED
+
+    @property
+    def wanted_stop(self) -> StopReason | None:
+        """Set to ``STEERED`` or ``CANCELLED`` to have sampling end early."""
+        return self._wanted_stop
+
+    @wanted_stop.setter
+    def wanted_stop(self, reason: StopReason | None) -> None:
+        self._wanted_stop = reason
+        if self.on_wish is not None:
+            self.on_wish()
 
     @property
     def state(self) -> RunState:

@@ -90,8 +90,13 @@ class SampledTurn:
             self.num_reasoning_tokens = self._num_tokens  # thoughts come before all else
         return self._outputs(parsed)
 
+    def end(self) -> list[TurnOutput]:
+        """Return what was held back; the model has ended the turn."""
+        tail = self._detokenizer.flush()
+        return self._outputs([*self._parser.feed(tail), *self._parser.end()])
+
     def flush(self) -> list[TurnOutput]:
-        """Return what was held back; the turn is over."""
+        """Return what was held back; the turn was cut here."""
         tail = self._detokenizer.flush()
         return self._outputs([*self._parser.feed(tail), *self._parser.flush()])
 

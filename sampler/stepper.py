@@ -17,13 +17,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from sampler.cache_pool import OutOfBlocksError
+from sampler.cache_pool import MemoryUse, OutOfBlocksError
 from sampler.engine_error import failure_of, forget_frames
 from sampler.job import Job
 from sampler.kv_cache import KVCache
@@ -39,24 +38,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_CHUNK = 64
 """Tokens that a cache is filled with in one step: a run that comes meanwhile waits for it."""
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """What the blocks of the pool are used for."""
-
-    num_blocks: int
-    num_used: int
-    """Those that somebody holds."""
-    num_cached: int
-    """Those that nobody holds, but that can be found by their content."""
-    num_swapped: int
-    """Those whose content is in files; not of the pool."""
-
-    @property
-    def num_free(self) -> int:
-        """Those that can be had now, the cached ones included."""
-        return self.num_blocks - self.num_used
 
 
 class _Row(NamedTuple):

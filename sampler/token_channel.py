@@ -16,9 +16,11 @@ from sampler.engine_error import EngineError
 from sampler.run import StopReason
 from sampler.sampling import Sampled
 
-Message = Sampled | StopReason | EngineError | None
-"""A token; or, as the last message, why there are no more: the reason to stop, the error, or None
-for a cache that is filled."""
+Token = Sampled | StopReason | None
+"""What is received: a token; or, as the last, why there are no more."""
+Message = Token | EngineError
+"""What is sent: a token; or, as the last message, why there are no more: the reason to stop, the
+error, or None for a cache that is filled."""
 
 
 class Mailbox:
@@ -69,7 +71,7 @@ class TokenChannel:
         """When the last credit went, or the last message; the model thread's to write."""
         self.is_over = False
         """Whether the last message was sent; the model thread's to write."""
-        self._arrived: list[Sampled | StopReason | None] = []
+        self._arrived: list[Token] = []
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -78,7 +80,7 @@ class TokenChannel:
         """Whether one more token may be sent."""
         return self.num_sent - self.num_taken < self.window
 
-    async def receive(self) -> list[Sampled | StopReason | None]:
+    async def receive(self) -> list[Token]:
         """Return all messages that are there, at least one, as soon as there is one.
 
         Raises:

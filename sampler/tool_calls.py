@@ -188,7 +188,7 @@ class TurnParser:
         return parsed
 
     def flush(self) -> list[Parsed]:
-        """Return what was held back; the text is over.
+        """Return what was held back; the turn was cut here.
 
         A call that was cut before its tool was known is nothing: it was never made, and its marker
         is no text for a reader.
@@ -202,6 +202,19 @@ class TurnParser:
             self._give_text(len(self._buffer), parsed)
         self._buffer = ""
         return parsed
+
+    def end(self) -> list[Parsed]:
+        """Return what was held back; the model has ended its turn.
+
+        Where no grammar forbids it, it may do so inside a call. Then the call is what it is, and if
+        its tool is not known yet, it is text.
+        """
+        parsed: list[Parsed] = []
+        if self._step == self._in_head:
+            self._give_text(len(self._buffer), parsed)
+        is_open = self._step in (self._in_arguments, self._in_input)
+        parsed += self.flush()
+        return [*parsed, CallEnded()] if is_open else parsed
 
     # Each step eats from the buffer and returns whether another step may be able to go on.
 

@@ -13,6 +13,7 @@ from sampler.outputs import ArgumentsDelta, ReasoningDelta, ReasoningDone, TextD
 from sampler.run import Origin, Run, RunEvent, RunState, StopReason
 from sampler.sampled_turn import SampledTurn, TurnOutput
 from sampler.sampling import Sampled
+from sampler.token_channel import Token
 
 
 class TurnReader:
@@ -33,7 +34,7 @@ class TurnReader:
         self._counters = counters
         self._ends_item = False
 
-    def read(self, messages: deque[Sampled | StopReason | None]) -> list[TurnOutput]:
+    def read(self, messages: deque[Token]) -> list[TurnOutput]:
         """Take the next messages and return what they decide.
 
         What has come at once is told at once: several pieces of one text are one. But for where the
@@ -42,15 +43,15 @@ class TurnReader:
         outputs: list[TurnOutput] = []
         while messages:
             for output in self._read(messages.popleft()):
-                if outputs and (joined := _joined(outputs[-1], output)) is not None:
-                    outputs[-1] = joined
+                if outputs and (longer := joined(outputs[-1], output)) is not None:
+                    outputs[-1] = longer
                 else:
                     outputs.append(output)
             if self._ends_item or (self._run.wanted_stop is not None and self.heed_wish()):
                 break
         return outputs
 
-    def _read(self, message: Sampled | StopReason | None) -> list[TurnOutput]:
+    def _read(self, message: Token) -> list[TurnOutput]:
         if not isinstance(message, Sampled):
             self.is_over = True
             self.reason = message
@@ -81,20 +82,21 @@ class TurnReader:
         """Return what was held back: there is a reason to stop.
 
         Raises:
-            EngineError: the turn ended inside a call.
+            EngineError: the turn ended inside a call, although a grammar binds it.
         """
         if self.reason is StopReason.END_OF_TURN:
-            if self._turn.is_in_call:
+            if self._turn.is_in_call and self._turn.matcher is not None:
                 raise EngineError("a call was not finished: its schema may admit no arguments")
+            outputs = self._turn.end()
             if self._turn.calls:
                 self.reason = StopReason.TOOL_CALLS
-        outputs = self._turn.flush()
-        self._segment.stop_reason = self.reason
+        else:
+            outputs = self._turn.flush()
         self._segment.reasoning_tokens = self._turn.num_reasoning_tokens
         return outputs
 
 
-def _joined(first: TurnOutput, second: TurnOutput) -> TurnOutput | None:
+def joined(first: TurnOutput, second: TurnOutput) -> TurnOutput | None:
     """Return both pieces as one, if they are of one text."""
     match first, second:
         case TextDelta(), TextDelta():

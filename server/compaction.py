@@ -163,8 +163,8 @@ class Summary:
 
     text: str
     """Empty where it said nothing but thoughts."""
-    snapshot: Snapshot
-    """The whole conversation, for others to start from."""
+    snapshots: Sequence[Snapshot]
+    """The whole conversation, for others to start from; none where the engine keeps no cache."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Compacted:
     prompt: Prompt
     compaction: Compaction | None
     """None where there was nothing to gain: the prompt is what it was."""
-    snapshot: Snapshot
+    snapshots: Sequence[Snapshot]
     """The conversation before, for others to start from."""
 
 
@@ -231,7 +231,7 @@ class Compactor:
         left = await self._bounded(outline(conversation.items), max_tokens)
         try:
             least = await self._filled(conversation, left, Compaction(""))
-            if len(least.token_ids) + MAX_SUMMARY_TOKENS >= len(prompt.token_ids):
+            if least.num_tokens + MAX_SUMMARY_TOKENS >= prompt.num_tokens:
                 return None
             run = await self._open_run(run_id, conversation, prompts, sources)
             return Compacting(conversation.items, left, run)
@@ -244,16 +244,17 @@ class Compactor:
         Raises:
             EngineError: a model step failed.
         """
-        run, pieces, snapshot = compacting.run, list[str](), None
+        run, pieces = compacting.run, list[str]()
+        snapshots: list[Snapshot] = []
         async with aclosing(self._engine.sample(run)) as outputs:
             async for output in outputs:
                 if isinstance(output, TextDelta):
                     pieces.append(output.text)
                 elif isinstance(output, SegmentEnded):
                     self._telemetry.observe_segment(output.segment, is_resumed=False)
-                    snapshot = self._engine.snapshot(run)
-        assert snapshot is not None, "a run ends its segment"
-        return Summary("".join(pieces).strip(), snapshot)
+                    if snapshot := self._engine.snapshot(run):
+                        snapshots.append(snapshot)
+        return Summary("".join(pieces).strip(), snapshots)
 
     async def compact(self, compacting: Compacting, prompt: Prompt) -> Compacted:
         """Return what becomes of ``prompt``.
@@ -265,9 +266,9 @@ class Compactor:
         if summary.text and not compacting.is_cancelled:
             compaction = Compaction(summary.text, new_id("cmp"))
             shorter = await self._filled(prompt.conversation, compacting.outline, compaction)
-            if len(shorter.token_ids) < len(prompt.token_ids):
-                return Compacted(shorter, compaction, summary.snapshot)
-        return Compacted(prompt, None, summary.snapshot)
+            if shorter.num_tokens < prompt.num_tokens:
+                return Compacted(shorter, compaction, summary.snapshots)
+        return Compacted(prompt, None, summary.snapshots)
 
     @property
     def _max_context(self) -> int:
@@ -297,8 +298,7 @@ class Compactor:
         sources: Sources,
     ) -> Run:
         """Return the run that samples the summary of ``conversation``."""
-        chat_format = self._engine.model.chat_format
-        thinks = chat_format.thinks and conversation.enable_thinking is not False
+        thinks = self._engine.thinks(conversation)
         budget = MAX_SUMMARY_TOKENS + (MAX_THOUGHT_TOKENS if thinks else 0)
         budget = min(budget, self._max_context // 4)
         summarised = replace(conversation, items=settled(conversation.items))
@@ -308,12 +308,12 @@ class Compactor:
             tuple(conversation.tools),
             max_calls=0,
             thinks=thinks,
-            think_is_open=chat_format.opens_thinking(prompt.token_ids),
+            think_is_open=self._engine.opens_thinking(prompt),
         )
         await self._engine.check_constraint(constraint)
         params = SamplingParams(temperature=0, max_output_tokens=budget)
         self._telemetry.pre_inference.inc()
-        return self._engine.open_run(run_id, prompt.token_ids, params, constraint, sources)
+        return self._engine.open_run(run_id, prompt, params, constraint, sources)
 
 
 def _is_by_user(item: Item) -> TypeGuard[Message]:

@@ -97,7 +97,7 @@ def safety_report(classifier: str, findings: Sequence[tuple[int, Verdict]]) -> d
 
 
 def _turn(segment: Segment) -> dict[str, Any]:
-    return {
+    turn: dict[str, Any] = {
         "input_tokens": segment.input_tokens,
         "cached_tokens": segment.cached_tokens,
         "output_tokens": segment.output_tokens,
@@ -109,6 +109,7 @@ def _turn(segment: Segment) -> dict[str, Any]:
         "decode": segment.decode_seconds,
         "post_inference": segment.post_inference_seconds,
     }
+    return turn if segment.endpoint is None else turn | {"endpoint": segment.endpoint}
 
 
 def _token_ids(run: Run) -> dict[str, Any]:

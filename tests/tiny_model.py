@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.tools import FunctionTool
 from sampler.chat_template import ChatMLFormat
-from sampler.engine import Engine
 from sampler.kv_cache import GenericCache
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import GenericRunner
 from sampler.tokenizer import Tokenizer
@@ -150,9 +150,9 @@ def tiny_model(
 
 def tiny_engine(
     script: Sequence[str | Sequence[int]] | None = None, *, max_context: int = 4096
-) -> Engine:
+) -> LocalEngine:
     """Return an engine on a tiny model. Close it."""
-    return Engine(tiny_model(script, max_context=max_context), prefill_chunk=max_context)
+    return LocalEngine(tiny_model(script, max_context=max_context), prefill_chunk=max_context)
 
 
 def call_text(name: str, arguments: str) -> str:

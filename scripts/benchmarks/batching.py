@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import aclosing, closing
 from functools import partial
 
-from sampler.engine import Engine
 from sampler.kv_cache import KVCache
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import ModelRunner, Piece
 from sampler.outputs import SegmentEnded
@@ -135,15 +135,15 @@ async def _measure_engine(bench: Bench) -> Rows:
     }
 
 
-def _engine(loaded: LoadedModel) -> Engine:
+def _engine(loaded: LoadedModel) -> LocalEngine:
     # What was computed for the round before is not to help.
-    return Engine(loaded, prefill_chunk=PREFILL_CHUNK, reuse_prefixes=False)
+    return LocalEngine(loaded, prefill_chunk=PREFILL_CHUNK, reuse_prefixes=False)
 
 
 class _Together:
     """Runs that are opened at once, and when they sampled."""
 
-    def __init__(self, engine: Engine, num_tokens: int) -> None:
+    def __init__(self, engine: LocalEngine, num_tokens: int) -> None:
         self._engine = engine
         self._params = SamplingParams(temperature=0.0, max_output_tokens=num_tokens)
         self._runs: list[Run] = []

@@ -32,9 +32,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from protocol.codec import encode
 from protocol.server_events import OutputTextDelta
 from sampler.cache_pool import blocks_for
-from sampler.engine import Engine, ToolCaller
-from sampler.engines.script import Script
-from sampler.engines.simulated import SMOLLM2_KV, simulated_model
+from sampler.engine import ToolCaller
+from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model
+from sampler.engines.simulated.script import Script
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import ModelRunner, Piece, RunnerWrapper
 from sampler.outputs import Output, SegmentEnded
@@ -99,7 +100,7 @@ class NotingRunner(RunnerWrapper):
         return logits
 
 
-class NotingEngine(Engine):
+class NotingEngine(LocalEngine):
     """An engine that notes how long each append took to get to the model."""
 
     def __init__(self, model: LoadedModel, notes: Notes) -> None:
@@ -123,7 +124,7 @@ class NotingEngine(Engine):
 class Floors:
     """The server's application, with the floors beside it."""
 
-    def __init__(self, engine: Engine, settings: Settings, notes: Notes) -> None:
+    def __init__(self, engine: LocalEngine, settings: Settings, notes: Notes) -> None:
         self.app = create_app(engine, settings)
         self._services = self.app.state.services
         self._engine = engine
@@ -236,7 +237,7 @@ def main(
     )
     if rate:  # with no pace of its own nobody asks when its tokens were there
         loaded = replace(loaded, runner=NotingRunner(loaded.runner, notes))
-    engine = NotingEngine(loaded, notes) if rate else Engine(loaded)
+    engine = NotingEngine(loaded, notes) if rate else LocalEngine(loaded)
     settings = Settings(store=False, ledger=False)
     floors = Floors(engine, settings, notes)
     app: ASGIApp = floors

@@ -23,14 +23,15 @@ from protocol.tools import FunctionTool
 from sampler.cache_pool import blocks_for
 from sampler.conversation import Conversation
 from sampler.costs import Costs
-from sampler.engine import Engine, Resumption
-from sampler.engines.script import Script
-from sampler.engines.simulated import SMOLLM2_KV, simulated_model
+from sampler.engine import Resumption
+from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model
+from sampler.engines.simulated.script import Script
 from sampler.kv_cache import KVCache
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import ModelRunner, Piece
 from sampler.params import Constraint, SamplingParams
-from sampler.prompt import Prompt
+from sampler.prompt import TokenPrompt
 from sampler.recorded_turn import RecordedTurn
 from sampler.run import Run, RunState
 from sampler.suspension import Suspension
@@ -193,7 +194,9 @@ async def sample_all(
     before = {name: getattr(counters, name) for name in _COUNTS}
     outcome = Outcome()
     # Nothing is shared: each policy is to do its own work.
-    engine = Engine(loaded, prefill_chunk=PREFILL_CHUNK, suspend_policy=mode, reuse_prefixes=False)
+    engine = LocalEngine(
+        loaded, prefill_chunk=PREFILL_CHUNK, suspend_policy=mode, reuse_prefixes=False
+    )
     with closing(engine):
         start = time.monotonic()
         async with asyncio.TaskGroup() as group:
@@ -210,7 +213,7 @@ class _Follower:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         calls: Sequence[tuple[str, float]],
         rates: Rates,
         outcome: Outcome,
@@ -272,10 +275,9 @@ class _Follower:
         outputs = {call.call_id: f"{self._num_made}: done" for call in suspension.calls}
         answered = suspension.answer(outputs)
         turn = RecordedTurn(answered.calls, tuple(run.sampled_in_segment()))
-        known = Prompt(Conversation([turn]), run.tokens.ids)
+        known = TokenPrompt(Conversation([turn]), run.tokens.ids)
         prompt = await self._engine.encode(Conversation([turn, *answered.items()]), known)
-        suffix_ids = prompt.token_ids[len(run.tokens) :]
-        return Resumption(suffix_ids, requested_at, self._constraint())
+        return Resumption(prompt, requested_at, self._constraint())
 
 
 async def watch(cache: KVCache, since: float, tool_seconds: float) -> tuple[Disposition, float]:

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.server.models import OSLO, THOUGHT, held_at, scripted_engine
 from tests.server.running import TOOL, Running, serving, until
@@ -351,7 +351,7 @@ async def test_a_report_of_a_model_that_says_anything() -> None:
         is_dry: bool
         degrees: int
 
-    async with talking(engine=Engine(tiny_model())) as client:
+    async with talking(engine=LocalEngine(tiny_model())) as client:
         response = await client.responses.parse(
             model="tiny", input=QUESTION, text_format=Sky, extra_body={"seed": 0}
         )

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from sampler.chat_template import ChatMLFormat
 from sampler.embedded_model import ensure_embedded_model
-from sampler.engine import Engine
 from sampler.kv_cache import KVCache
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel, load_model
 from sampler.model_runner import GenericRunner, ModelRunner, Piece
 from sampler.run import Run
@@ -32,7 +32,7 @@ _WORDS = (
 )
 
 
-class RecordingEngine(Engine):
+class RecordingEngine(LocalEngine):
     """An engine that remembers its runs.
 
     The same dialogue is held again and again with one model. So that each is computed, and counted,

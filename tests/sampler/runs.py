@@ -23,13 +23,14 @@ from protocol.items import FunctionCall, Message
 from protocol.tools import CallableTool
 from sampler.chat_template import ChatMLFormat
 from sampler.conversation import Conversation
-from sampler.engine import Engine, Resumption, ToolCaller
+from sampler.engine import Resumption, ToolCaller
 from sampler.kv_cache import GenericCache
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import GenericRunner
 from sampler.outputs import ArgumentsDelta, CallDone, Output, SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
-from sampler.prompt import Prompt
+from sampler.prompt import TokenPrompt
 from sampler.recorded_turn import Call, RecordedTurn
 from sampler.run import Run
 from sampler.snapshot import Snapshot, Sources
@@ -168,11 +169,11 @@ def steered_engine(
     max_context: int = 4096,
     prefill_chunk: int | None = None,
     gathering_seconds: float = 0.002,
-) -> Iterator[Engine]:
+) -> Iterator[LocalEngine]:
     """Give an engine whose every run says ``turns``: texts byte by byte, and token ids."""
     model = steered_model(max_context)
     runner_of(model).turns = [_token_ids(model.tokenizer, turn) for turn in turns]
-    engine = Engine(
+    engine = LocalEngine(
         model,
         prefill_chunk=prefill_chunk or max_context,
         gathering_seconds=gathering_seconds,
@@ -198,7 +199,7 @@ def runner_of(model: LoadedModel) -> SteeredRunner:
 
 
 async def open_run(
-    engine: Engine,
+    engine: LocalEngine,
     text: str = "Hello",
     *,
     tools: Sequence[CallableTool] = (WEATHER,),
@@ -217,7 +218,9 @@ async def open_run(
     )
 
 
-async def sample(engine: Engine, run: Run, call_tools: ToolCaller | None = None) -> list[Output]:
+async def sample(
+    engine: LocalEngine, run: Run, call_tools: ToolCaller | None = None
+) -> list[Output]:
     """Sample ``run`` to its end and return all that came out."""
     async with aclosing(engine.sample(run, call_tools)) as outputs:
         return [output async for output in outputs]
@@ -227,7 +230,7 @@ class Client:
     """Answers the calls of one run, at once."""
 
     def __init__(
-        self, engine: Engine, run: Run, output: str = "sunny", messages: Sequence[Message] = ()
+        self, engine: LocalEngine, run: Run, output: str = "sunny", messages: Sequence[Message] = ()
     ) -> None:
         self.suspensions: list[Suspension] = []
         """What the client was asked, in order."""
@@ -245,7 +248,8 @@ class Client:
     async def _answer(self, suspension: Suspension) -> Resumption:
         answered = suspension.answer(self._outputs(suspension), self._messages)
         resumption = await resume_with(self._engine, self._run, answered)
-        self.suffixes.append(list(resumption.suffix_ids))
+        assert isinstance(resumption.prompt, TokenPrompt)
+        self.suffixes.append(list(resumption.prompt.token_ids[len(self._run.tokens) :]))
         return resumption
 
     def _outputs(self, suspension: Suspension) -> Mapping[str, str]:
@@ -253,14 +257,13 @@ class Client:
 
 
 async def resume_with(
-    engine: Engine, run: Run, answered: Suspension, constraint: Constraint | None = None
+    engine: LocalEngine, run: Run, answered: Suspension, constraint: Constraint | None = None
 ) -> Resumption:
     """Return what makes ``run`` go on with the outputs that ``answered`` holds."""
     turn = RecordedTurn(answered.calls, tuple(run.sampled_in_segment()))
-    known = Prompt(Conversation([turn]), run.tokens.ids)
+    known = TokenPrompt(Conversation([turn]), run.tokens.ids)
     prompt = await engine.encode(Conversation([turn, *answered.items()]), known)
-    suffix_ids = prompt.token_ids[len(run.tokens) :]
-    return Resumption(suffix_ids, time.monotonic(), constraint or run.constraint)
+    return Resumption(prompt, time.monotonic(), constraint or run.constraint)
 
 
 async def until_suspended(outputs: AsyncGenerator[Output, None]) -> Suspension:
@@ -286,7 +289,7 @@ def flat(inputs: Sequence[Sequence[int]]) -> list[int]:
     return [token_id for token_ids in inputs for token_id in token_ids]
 
 
-def steer(engine: Engine, start: int, choices: Sequence[Sequence[int]]) -> None:
+def steer(engine: LocalEngine, start: int, choices: Sequence[Sequence[int]]) -> None:
     """Have what is sampled from position ``start`` on chosen from ``choices``, one by one."""
     runner_of(engine.model).steering = lambda position: (
         choices[position - start] if 0 <= position - start < len(choices) else ()

@@ -21,9 +21,10 @@ from protocol.client_events import TextFormat, TextFormatKind
 from protocol.items import CustomToolCall, Message, ReasoningItem
 from protocol.tools import CustomTool, FunctionTool
 from sampler.conversation import Conversation
-from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption, ToolCaller
+from sampler.engine import ContextLengthExceededError, EngineError, Resumption, ToolCaller
 from sampler.grammar import GrammarCompiler, GrammarError
 from sampler.kv_cache import KVCache
+from sampler.local_engine import LocalEngine
 from sampler.outputs import (
     ArgumentsDelta,
     CallDone,
@@ -36,7 +37,7 @@ from sampler.outputs import (
     TextDelta,
 )
 from sampler.params import Constraint, SamplingParams
-from sampler.prompt import Prompt
+from sampler.prompt import TokenPrompt
 from sampler.recorded_turn import RecordedTurn
 from sampler.run import Origin, Run, RunState, StopReason
 from sampler.sampling import sample as sample_token
@@ -76,7 +77,7 @@ def bytes_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
     return b"".join(map(tokenizer.token_bytes, token_ids))
 
 
-def assert_nothing_is_held(engine: Engine) -> None:
+def assert_nothing_is_held(engine: LocalEngine) -> None:
     assert engine.runs == ()
     assert engine.kv_tokens == 0
 
@@ -686,7 +687,7 @@ async def test_a_cancelled_run_leaves_the_engine_to_others() -> None:
 
 
 async def sample_stopping(
-    engine: Engine,
+    engine: LocalEngine,
     run: Run,
     stop: StopReason,
     at: type[Output],
@@ -706,11 +707,11 @@ async def sample_stopping(
 
 
 async def assert_can_be_gone_on_from(
-    engine: Engine, snapshot: Snapshot, turn: RecordedTurn
+    engine: LocalEngine, snapshot: Snapshot, turn: RecordedTurn
 ) -> None:
     """Assert that what was cut short is read once, when the conversation goes on."""
     prompt_ids = snapshot.token_ids[: len(snapshot.token_ids) - len(turn.token_ids) + 1]
-    known = Prompt(Conversation([]), prompt_ids).after(turn)
+    known = TokenPrompt(Conversation([]), prompt_ids).after(turn)
     conversation = Conversation([turn, Message("user", "Go on.")])
     prompt = await engine.encode(conversation, known)
     params = SamplingParams(temperature=0, max_output_tokens=1)
@@ -1216,13 +1217,13 @@ async def test_seeded_runs_sample_the_same_tokens_alone_and_side_by_side() -> No
         assert sum(one != other for one, other in changes) > 20
 
 
-def letters_and_a_call(engine: Engine, num_letters: int = 12) -> list[Sequence[int]]:
+def letters_and_a_call(engine: LocalEngine, num_letters: int = 12) -> list[Sequence[int]]:
     """Return choices that leave letters to the weights, then make a call."""
     letters = engine.model.tokenizer.encode_text("efghijklmnopqrstuvwxyz")
     return [*[letters] * num_letters, [CALL_OSLO], [IM_END]]
 
 
-def force_fed(engine: Engine, run: Run) -> list[int]:
+def force_fed(engine: LocalEngine, run: Run) -> list[int]:
     """Sample the log of ``run`` anew in one go, its suffixes put in where they belong."""
     runner, grammars = runner_of(engine.model), GrammarCompiler(engine.model.tokenizer)
     cache = runner.new_cache()
@@ -1298,7 +1299,7 @@ async def sampled_by_chance(
 ) -> list[list[Output]]:
     """Return the outputs of runs that random weights sampled after saying ``opening``."""
     model = steered_model()
-    engine = Engine(model, max_forced_string=8)
+    engine = LocalEngine(model, max_forced_string=8)
     with closing(engine):
         runs = [
             await open_run(
@@ -1515,7 +1516,7 @@ async def test_what_is_short_is_encoded_at_once_unless_the_text_thread_is_at_wor
         called = Conversation(
             [Message("user", "a"), RecordedTurn((), tuple(run.sampled_in_segment()))]
         )
-        known = Prompt(called, run.tokens.ids)
+        known = TokenPrompt(called, run.tokens.ids)
         longer = {
             size: replace(called, items=[*called.items, Message("user", "b" * size)])
             for size in (10, 100_000)

@@ -37,8 +37,9 @@ from protocol.items import Message
 from protocol.tools import FunctionTool
 from sampler.cache_pool import BlockPool
 from sampler.decoder_weights import DecoderWeights
-from sampler.engine import ContextLengthExceededError, Engine, EngineError, Resumption
+from sampler.engine import ContextLengthExceededError, EngineError, Resumption
 from sampler.kv_cache import KVCache
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import GenericRunner, ModelRunner, Piece, RunnerWrapper
 from sampler.outputs import Output, SegmentEnded
@@ -286,7 +287,7 @@ class Wanted:
 class Client:
     """One run, and who plays it."""
 
-    engine: Engine
+    engine: LocalEngine
     run: Run
     wanted: Wanted
     is_slow: bool = False
@@ -420,10 +421,10 @@ def close_all() -> Iterator[None]:
     _ALONE.clear()
 
 
-def new_engine(runner: HeldRunner, **options: Any) -> Engine:
+def new_engine(runner: HeldRunner, **options: Any) -> LocalEngine:
     model = _loaded()
     model.tokenizer.counters = runner.counters
-    return Engine(replace(model, runner=runner), **options)
+    return LocalEngine(replace(model, runner=runner), **options)
 
 
 # --- The machine ----------------------------------------------------------------------------------
@@ -522,7 +523,7 @@ class Machine:
         self.runner.is_held = setting.is_held
         self.arrived = asyncio.Event()
         self.runner.on_arrival = self._note_arrival
-        with mock.patch("sampler.engine.PATIENCE_SECONDS", setting.patience):
+        with mock.patch("sampler.local_engine.PATIENCE_SECONDS", setting.patience):
             self.engine = new_engine(
                 self.runner,
                 prefill_chunk=setting.prefill_chunk,

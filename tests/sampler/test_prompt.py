@@ -13,7 +13,7 @@ from protocol.items import CallOutput, CustomToolCall, FunctionCall, InputItem, 
 from sampler.chat_template import ChatFormat, ChatMLFormat
 from sampler.conversation import Conversation, ConversationError, call_text
 from sampler.counters import Counters
-from sampler.prompt import Prompt, encode, encode_beginning, fit, longest_known
+from sampler.prompt import TokenPrompt, encode, encode_beginning, fit, longest_known
 from sampler.recorded_turn import Call, Item, RecordedTurn, TurnItem
 from sampler.tokenizer import Tokenizer
 from tests.sampler.dialogues import Dialogue, dialogues
@@ -158,7 +158,7 @@ def test_a_conversation_without_recorded_turns_is_laid_out_as_it_is(name: str) -
 
     prompt = encode(FORMATS[name], conversation)
 
-    assert prompt == Prompt(conversation, tuple(FORMATS[name].prompt_ids(conversation)))
+    assert prompt == TokenPrompt(conversation, tuple(FORMATS[name].prompt_ids(conversation)))
 
 
 def test_an_empty_conversation_is_the_beginning_of_any_other() -> None:
@@ -330,7 +330,7 @@ def test_what_is_known_of_another_conversation_is_of_no_use(
     changed: Conversation, why: str
 ) -> None:
     chat = FORMATS["ChatML"]
-    known = Prompt(Conversation([HELLO, drifted(OSLO)], "Be good.", [WEATHER]), (1, 2, 3, 4))
+    known = TokenPrompt(Conversation([HELLO, drifted(OSLO)], "Be good.", [WEATHER]), (1, 2, 3, 4))
 
     assert encode(chat, changed, known) == encode(chat, changed), why
     assert longest_known(changed, [known]) is None
@@ -338,7 +338,7 @@ def test_what_is_known_of_another_conversation_is_of_no_use(
 
 def test_a_prompt_that_waits_for_its_turn_is_not_gone_on_from() -> None:
     chat = FORMATS["ChatML"]
-    known = Prompt(Conversation([HELLO]), (1, 2, 3))
+    known = TokenPrompt(Conversation([HELLO]), (1, 2, 3))
 
     assert encode(chat, Conversation([HELLO, HELLO]), known) == encode(
         chat, Conversation([HELLO, HELLO])
@@ -366,7 +366,7 @@ EXCHANGES: list[Item] = [
 TALK = Conversation([*EXCHANGES, Message("user", "Why?")], "Be good.", [WEATHER])
 
 
-def questions_in(prompt: Prompt) -> list[int]:
+def questions_in(prompt: TokenPrompt) -> list[int]:
     text = read(BYTE_LEVEL, prompt.token_ids)
     return [index for index in range(12) if f"Question {index}?" in text]
 

@@ -24,8 +24,9 @@ from protocol.items import (
 from protocol.tools import callable_tools, parse_tools
 from sampler.conversation import Conversation
 from sampler.detokenizer import Detokenizer
-from sampler.engine import Engine, Resumption
+from sampler.engine import Resumption
 from sampler.grammar import GrammarCompiler
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.outputs import CallDone, Output, SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
@@ -77,9 +78,9 @@ def simulated_model() -> LoadedModel:
 
 
 @pytest.fixture(params=[tiny_model, simulated_model])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
     """An engine on either model."""
-    with closing(Engine(request.param())) as engine:
+    with closing(LocalEngine(request.param())) as engine:
         yield engine
 
 
@@ -96,7 +97,7 @@ class Replayed:
         return [output.token_ids for output in self.outputs if isinstance(output, SegmentEnded)]
 
 
-def replays_of(engine: Engine, trace: Trace = TRACE) -> Replays:
+def replays_of(engine: LocalEngine, trace: Trace = TRACE) -> Replays:
     return Replays([trace], engine.model.tokenizer, engine.model.chat_format)
 
 
@@ -105,14 +106,14 @@ def forcing(token_ids: tuple[int, ...]) -> Constraint:
 
 
 async def open_forced(
-    engine: Engine, items: Sequence[Item], token_ids: tuple[int, ...], params: SamplingParams
+    engine: LocalEngine, items: Sequence[Item], token_ids: tuple[int, ...], params: SamplingParams
 ) -> Run:
     conversation = Conversation(items, TRACE.instructions, TOOLS)
     prompt = await engine.encode(conversation)
     return engine.open_run("replayed", prompt.token_ids, params, forcing(token_ids))
 
 
-async def replay_suspended(engine: Engine, params: SamplingParams = PARAMS) -> Replayed:
+async def replay_suspended(engine: LocalEngine, params: SamplingParams = PARAMS) -> Replayed:
     """Hold all of the trace in one run."""
     replays = replays_of(engine)
     turns = iter(TRACE.turns)
@@ -130,7 +131,7 @@ async def replay_suspended(engine: Engine, params: SamplingParams = PARAMS) -> R
     return Replayed(run, await sample(engine, run, call_tools))
 
 
-async def replay_stateless(engine: Engine, params: SamplingParams = PARAMS) -> list[Replayed]:
+async def replay_stateless(engine: LocalEngine, params: SamplingParams = PARAMS) -> list[Replayed]:
     """Hold each turn in a run of its own, on the history as a client resends it."""
     replays = replays_of(engine)
     items: list[InputItem] = [ASKED]
@@ -164,7 +165,7 @@ def resent(outputs: Sequence[Output], turn: TraceTurn) -> list[InputItem]:
 # --- A turn says what the trace does -------------------------------------------------------------
 
 
-async def test_a_run_says_the_trace_and_is_suspended_at_its_calls(engine: Engine) -> None:
+async def test_a_run_says_the_trace_and_is_suspended_at_its_calls(engine: LocalEngine) -> None:
     replayed = await replay_suspended(engine)
 
     outputs = replayed.outputs
@@ -179,7 +180,9 @@ async def test_a_run_says_the_trace_and_is_suspended_at_its_calls(engine: Engine
 
 
 @pytest.mark.slow
-async def test_a_history_sent_again_gives_the_tokens_of_the_suspended_run(engine: Engine) -> None:
+async def test_a_history_sent_again_gives_the_tokens_of_the_suspended_run(
+    engine: LocalEngine,
+) -> None:
     suspended = await replay_suspended(engine)
 
     stateless = await replay_stateless(engine)
@@ -188,7 +191,7 @@ async def test_a_history_sent_again_gives_the_tokens_of_the_suspended_run(engine
     assert stateless[-1].run.tokens.ids == suspended.run.tokens.ids
 
 
-async def test_as_much_is_forwarded_as_if_it_were_sampled(engine: Engine) -> None:
+async def test_as_much_is_forwarded_as_if_it_were_sampled(engine: LocalEngine) -> None:
     replayed = await replay_suspended(engine)
 
     num_tokens = len(replayed.run.tokens)
@@ -197,7 +200,7 @@ async def test_as_much_is_forwarded_as_if_it_were_sampled(engine: Engine) -> Non
     assert engine.counters.tokens_reforwarded == 0
 
 
-async def test_nothing_of_the_trace_is_encoded_while_it_is_replayed(engine: Engine) -> None:
+async def test_nothing_of_the_trace_is_encoded_while_it_is_replayed(engine: LocalEngine) -> None:
     replays = replays_of(engine)
     encodes = engine.counters.encodes
 
@@ -210,7 +213,7 @@ async def test_nothing_of_the_trace_is_encoded_while_it_is_replayed(engine: Engi
 @pytest.mark.parametrize("penalty", [0.0, 2.0])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 async def test_no_parameter_changes_what_is_said(
-    engine: Engine, temperature: float, penalty: float
+    engine: LocalEngine, temperature: float, penalty: float
 ) -> None:
     params = SamplingParams(temperature, 0.5, seed=3, presence_penalty=penalty)
 
@@ -220,7 +223,7 @@ async def test_no_parameter_changes_what_is_said(
     assert replayed.sampled == [replays.turn_ids("fix", index) for index in range(3)]
 
 
-async def test_a_turn_is_cut_short_by_the_budget_for_tokens(engine: Engine) -> None:
+async def test_a_turn_is_cut_short_by_the_budget_for_tokens(engine: LocalEngine) -> None:
     turn_ids = replays_of(engine).turn_ids("fix", 2)
     run = await open_forced(engine, [ASKED], turn_ids, replace(PARAMS, max_output_tokens=5))
 
@@ -230,7 +233,7 @@ async def test_a_turn_is_cut_short_by_the_budget_for_tokens(engine: Engine) -> N
     assert run.sampled_in_segment() == list(turn_ids[:5])
 
 
-async def test_a_turn_can_be_cancelled(engine: Engine) -> None:
+async def test_a_turn_can_be_cancelled(engine: LocalEngine) -> None:
     turn_ids = replays_of(engine).turn_ids("fix", 2)
     run = await open_forced(engine, [ASKED], turn_ids, PARAMS)
     outputs: list[Output] = []
@@ -247,7 +250,7 @@ async def test_a_turn_can_be_cancelled(engine: Engine) -> None:
     assert len(said) < len(turn_ids)
 
 
-async def test_runs_that_share_steps_say_each_their_own(engine: Engine) -> None:
+async def test_runs_that_share_steps_say_each_their_own(engine: LocalEngine) -> None:
     replays = replays_of(engine)
     turns = [replays.turn_ids("fix", index) for index in (2, 0, 2, 1)]
     opened = [await open_forced(engine, [ASKED], turn_ids, PARAMS) for turn_ids in turns]
@@ -257,7 +260,7 @@ async def test_runs_that_share_steps_say_each_their_own(engine: Engine) -> None:
     assert [ending(outputs).token_ids for outputs in together] == turns
 
 
-async def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
+async def test_log_probabilities_are_those_of_the_model(engine: LocalEngine) -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_output_tokens=8, top_logprobs=2)
     prompt = await engine.encode(Conversation([ASKED]))
     free = engine.open_run("free", prompt.token_ids, params, Constraint())
@@ -279,7 +282,7 @@ def logprobs_in(outputs: Sequence[Output]) -> tuple[list[str], list[float]]:
     return [lp.token for lp in logprobs], [lp.logprob for lp in logprobs]
 
 
-async def test_calls_are_text_where_there_are_no_tools(engine: Engine) -> None:
+async def test_calls_are_text_where_there_are_no_tools(engine: LocalEngine) -> None:
     prompt = await engine.encode(Conversation([ASKED]))
     constraint = Constraint(forced_ids=replays_of(engine).turn_ids("fix", 1))
     run = engine.open_run("replayed", prompt.token_ids, PARAMS, constraint)

@@ -18,19 +18,20 @@ from protocol.tools import CustomTool, FunctionTool
 from sampler.cache_pool import BLOCK_SIZE, BlockPool, OutOfBlocksError
 from sampler.chat_template import ChatMLFormat
 from sampler.conversation import Conversation
-from sampler.engine import Engine, EngineError
-from sampler.engines.chained_blocks import CorruptCacheError
-from sampler.engines.pacer import Pacer
-from sampler.engines.script import Place, Script, ScriptedTurn, Speaker
-from sampler.engines.simulated import (
+from sampler.engine import EngineError
+from sampler.engines.simulated.chained_blocks import CorruptCacheError
+from sampler.engines.simulated.model import (
     SMALL_KV,
     SMOLLM2_KV,
     KVFormat,
     SimulatedRunner,
     simulated_model,
 )
+from sampler.engines.simulated.pacer import Pacer
+from sampler.engines.simulated.script import Place, Script, ScriptedTurn, Speaker
 from sampler.grammar import GrammarCompiler
 from sampler.kv_cache import KVCache, KVShape, PagedCache, PagedStorage
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import ModelRunner, Piece
 from sampler.outputs import CallDone, Output, SegmentEnded
@@ -659,8 +660,8 @@ def model_of(script: Script, kv: KVFormat = SMALL_KV, num_blocks: int = 4096) ->
 @asynccontextmanager
 async def engine_of(
     script: Script, kv: KVFormat = SMALL_KV, num_blocks: int = 4096, policy: Mode = Mode.AUTO
-) -> AsyncIterator[Engine]:
-    with closing(Engine(model_of(script, kv, num_blocks), suspend_policy=policy)) as engine:
+) -> AsyncIterator[LocalEngine]:
+    with closing(LocalEngine(model_of(script, kv, num_blocks), suspend_policy=policy)) as engine:
         yield engine
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig
 
 from sampler.cache_pool import BlockPool
-from sampler.engine import Engine, EngineError
+from sampler.engine import EngineError
 from sampler.kv_cache import GenericCache
+from sampler.local_engine import LocalEngine
 from sampler.outputs import SegmentEnded, SegmentStarted, TextDelta
 from sampler.params import Constraint, SamplingParams
 from sampler.run import Run, RunState
@@ -102,7 +103,7 @@ def test_a_broken_cache_shares_nothing() -> None:
 
 
 async def sampled(
-    engine: Engine,
+    engine: LocalEngine,
     prompt_ids: Sequence[int],
     params: SamplingParams = GREEDY,
     snapshots: Iterable[Snapshot] = (),
@@ -113,7 +114,7 @@ async def sampled(
 
 
 async def left_behind(
-    engine: Engine, prompt_ids: Sequence[int] = PROMPT, params: SamplingParams = GREEDY
+    engine: LocalEngine, prompt_ids: Sequence[int] = PROMPT, params: SamplingParams = GREEDY
 ) -> Snapshot:
     """Return what a run on ``prompt_ids`` has left."""
     run = engine.open_run("earlier", prompt_ids, params, Constraint())
@@ -121,7 +122,7 @@ async def left_behind(
         return [engine.snapshot(run) async for o in outputs if isinstance(o, SegmentEnded)][-1]
 
 
-def assert_starts_at(engine: Engine, run: Run, num_inherited: int) -> None:
+def assert_starts_at(engine: LocalEngine, run: Run, num_inherited: int) -> None:
     """Assert that ``run``, which was sampled last, forwarded what follows and nothing else."""
     num_forwarded = len(run.tokens) - 1 - num_inherited
     inputs = flat(runner_of(engine.model).inputs)
@@ -337,7 +338,7 @@ LONG = tuple(range(10, 210)) * 2  # six chunks and a rest
 WARMED, RUN = "warmed", "run"
 
 
-def held_at(engine: Engine, num_passes: int) -> Gate:
+def held_at(engine: LocalEngine, num_passes: int) -> Gate:
     """Hold the model thread before the pass that comes after ``num_passes``."""
     gate, runner = Gate(), runner_of(engine.model)
     runner.before_pass = lambda *_: (
@@ -346,13 +347,13 @@ def held_at(engine: Engine, num_passes: int) -> Gate:
     return gate
 
 
-def passes(engine: Engine) -> list[str]:
+def passes(engine: LocalEngine) -> list[str]:
     """Return what the passes were for, in order: parts of ``LONG``, or a run."""
     inputs = runner_of(engine.model).inputs
     return [WARMED if set(ids) <= set(LONG) and len(ids) > 1 else RUN for ids in inputs]
 
 
-async def short_run(engine: Engine) -> Run:
+async def short_run(engine: LocalEngine) -> Run:
     """Return a run of which no pass could be one of a warm-up."""
     params = SamplingParams(temperature=0, max_output_tokens=5)
     return engine.open_run("run", [5] * 4, params, Constraint())
@@ -473,7 +474,7 @@ async def test_runs_that_are_queued_or_suspended_do_not_hold_a_warm_up_back() ->
 async def test_a_run_whose_consumer_is_slow_does_not_hold_a_warm_up_back(
     num_taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sampler.engine.PATIENCE_SECONDS", 0)
+    monkeypatch.setattr("sampler.local_engine.PATIENCE_SECONDS", 0)
     with steered_engine([CALL_OSLO]) as engine:
         run, snapshot = await open_run(engine), engine.new_snapshot(LONG)
         async with aclosing(engine.sample(run)) as outputs:
@@ -490,7 +491,7 @@ async def test_a_run_whose_consumer_is_slow_does_not_hold_a_warm_up_back(
 async def test_a_warm_up_waits_while_a_quick_consumer_takes_an_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sampler.engine.PATIENCE_SECONDS", 60)
+    monkeypatch.setattr("sampler.local_engine.PATIENCE_SECONDS", 60)
     with steered_engine() as engine:
         async with aclosing(engine.sample(await short_run(engine))) as outputs:
             assert isinstance(await anext(outputs), SegmentStarted)

@@ -591,3 +591,30 @@ def test_an_input_that_is_cut_off_stays_unfinished(end: str) -> None:
 def test_the_end_of_nothing_is_nothing() -> None:
     assert parse() == []
     assert parse("") == []
+
+
+# --- A turn that ends inside a call --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hm.<tool_call>", [Text("Hm.<tool_call>")]),
+        ('<tool_call>\n{"name": "get_w', [Text('<tool_call>\n{"name": "get_w')]),
+        (OSLO.partition('lo"')[0], call("get_weather", '{"city": "Os')),
+        (OSLO.partition("}")[0], call("get_weather", '{"city": "Oslo"')),
+        (OSLO.partition("</")[0], call("get_weather", '{"city": "Oslo"}')),
+        (f"{OSLO}\n<tool_ca", [*call("get_weather", '{"city": "Oslo"}'), Text("\n<tool_ca")]),
+        ('<tool_call>\n{"name": "sh"}\nls', [CallBegan("sh", True), Arguments("ls"), CallEnded()]),
+        ('<tool_call>\n{"name": "sh"}\n', [CallBegan("sh", True), CallEnded()]),
+        ("Hm.", [Text("Hm.")]),
+    ],
+)
+def test_where_a_model_ends_its_turn_what_it_began_is_what_it_is(
+    text: str, expected: list[Parsed]
+) -> None:
+    parser = TurnParser()
+
+    events = [event for letter in text for event in parser.feed(letter)] + parser.end()
+
+    assert joined(events) == expected

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from sampler.cache_pool import BlockPool
 from sampler.counters import Counters
 from sampler.embedded_model import EMBEDDED_MODEL_NAME, Progress, ensure_embedded_model
-from sampler.engines.chained_blocks import ChainedBlocks, CorruptCacheError, Link
-from sampler.engines.pacer import Pacer
-from sampler.engines.script import Place, Script, Speaker
+from sampler.engines.simulated.chained_blocks import ChainedBlocks, CorruptCacheError, Link
+from sampler.engines.simulated.pacer import Pacer
+from sampler.engines.simulated.script import Place, Script, Speaker
 from sampler.kv_cache import KVCache, KVShape, PagedCache, PagedStorage
 from sampler.model_loading import LoadedModel, chat_format_of, stop_ids_of
 from sampler.model_runner import ModelRunner, Piece

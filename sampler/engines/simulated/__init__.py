@@ -1,0 +1,1 @@
+"""A simulated accelerator: everything of a model but the model."""
