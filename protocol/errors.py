@@ -381,6 +381,22 @@ def server_error(message: str) -> ProtocolError:
     return ProtocolError(message, code="server_error", status=500, error_type="server_error")
 
 
+_FAILURES = {
+    "rate_limit_exceeded": (429, "rate_limit_error"),
+    "context_length_exceeded": (400, "invalid_request_error"),
+    INVALID_PROMPT: (400, "invalid_request_error"),
+}
+"""Statuses and types of those that are not our doing, by their codes."""
+
+
+def failure(code: str, message: str) -> ProtocolError:
+    """Return what a client is told, who waits for the whole response, of why it failed."""
+    if code not in _FAILURES:
+        return server_error(message)
+    status, error_type = _FAILURES[code]
+    return ProtocolError(message, code=code, status=status, error_type=error_type)
+
+
 def shutting_down() -> ProtocolError:
     """Return what a client is told that asks for more while the server ends: it may try again.
 

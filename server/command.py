@@ -17,14 +17,22 @@ from rich.progress import Progress as ProgressBars
 
 from sampler.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, Progress
 from sampler.engine import Engine
-from sampler.engines.script import Script
-from sampler.engines.simulated import SMOLLM2_KV, simulated_model
+from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model
+from sampler.engines.simulated.script import Script
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
 from sampler.runner_choice import RunnerChoiceError, RunnerOptions
 from sampler.suspension_policy import Mode as SuspendPolicy
 from sampler.traces import TraceError
 from server.access import ApiKeyFileError, ApiKeys
 from server.app import create_app
+from server.engine_choice import (
+    EngineChoiceError,
+    RemoteOptions,
+    check_is_for_local,
+    kind_of,
+    remote_engine,
+)
 from server.ledger import LedgerError
 from server.model_routes import ModelRoutesError
 from server.prices import PriceError
@@ -51,6 +59,11 @@ class Dtype(StrEnum):
     INT4 = "int4"
 
 
+class EndpointDialect(StrEnum):
+    VLLM = "vllm"
+    CEREBRAS = "cerebras"
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -70,12 +83,14 @@ _MISTAKES = (
     TraceError,
     StoreError,
     LedgerError,
+    EngineChoiceError,
 )
 
 _GIB = 1 << 30
 
 _listening = partial(typer.Option, rich_help_panel="Listening")
 _model = partial(typer.Option, rich_help_panel="Model")
+_endpoint = partial(typer.Option, rich_help_panel="Model somewhere else")
 _cache = partial(typer.Option, rich_help_panel="KV cache")
 _simulated = partial(typer.Option, rich_help_panel="Simulated accelerator")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
@@ -95,7 +110,12 @@ def main(
     log_level: Annotated[LogLevel, _listening(help="Least level to log.")] = LogLevel.INFO,
     model: Annotated[
         str | None,
-        _model(help="A local path or Hugging Face id.", show_default="the embedded model"),
+        _model(
+            help="A local path or Hugging Face id; or a model somewhere else (docs/engines.md): "
+            "cerebras:NAME, with a key in CEREBRAS_API_KEY; openai-chat:NAME or "
+            "openai-completions:NAME, with --endpoint; or vllm:PATH_OR_ID, by vLLM.",
+            show_default="the embedded model",
+        ),
     ] = None,
     device: Annotated[Device, _model(help="Where the model runs.")] = Device.AUTO,
     dtype: Annotated[
@@ -111,6 +131,55 @@ def main(
     threads: Annotated[
         int | None,
         _model(min=1, help="CPU threads of the model.", show_default="one per core, at most 8"),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        _endpoint(
+            metavar="URL",
+            help="Where it is: what /chat/completions or /completions is joined to.",
+            show_default="that of Cerebras for cerebras:NAME",
+        ),
+    ] = RemoteOptions.endpoint,
+    endpoint_dialect: Annotated[
+        EndpointDialect,
+        _endpoint(help="How an endpoint for completions is asked for token ids."),
+    ] = EndpointDialect.VLLM,
+    endpoint_reasoning: Annotated[
+        str | None,
+        _endpoint(
+            metavar="MEMBER",
+            help="The member of a message in which the endpoint takes thoughts back.",
+            show_default="none; reasoning for cerebras:NAME",
+        ),
+    ] = RemoteOptions.reasoning_field,
+    tokenizer: Annotated[
+        str | None,
+        _endpoint(
+            metavar="PATH_OR_ID",
+            help="The tokenizer and the chat template of openai-completions:NAME, or of "
+            "vllm:PATH_OR_ID.",
+            show_default="those of the embedded model; of the model itself for vllm:PATH_OR_ID",
+        ),
+    ] = RemoteOptions.tokenizer,
+    endpoint_concurrency: Annotated[
+        int, _endpoint(min=1, help="Requests in flight at once; others wait for their turn.")
+    ] = RemoteOptions.max_concurrent,
+    endpoint_patience: Annotated[
+        float,
+        _endpoint(
+            min=0,
+            metavar="SECONDS",
+            help="How long a request is tried again while it fails in ways that may pass.",
+        ),
+    ] = RemoteOptions.patience_seconds,
+    engine_arg: Annotated[
+        list[str] | None,
+        _model(
+            metavar="KEY=VALUE",
+            help="An engine argument of vLLM's, such as tensor_parallel_size=2. May be given "
+            "again.",
+            show_default="vLLM's own",
+        ),
     ] = None,
     simulate: Annotated[
         float | None,
@@ -353,24 +422,42 @@ def main(
             ApiKeys.from_file(api_key_file)  # before a model is loaded, which may take minutes
         for warning in settings.warnings():
             logger.warning("%s", warning)
-        if simulate is None:
-            loaded = _load(model, device, options)
-            torch.set_num_threads(loaded.runner.torch_threads(options.threads))
-        else:
-            script = Script.of_calls(simulate_calls, simulate_tool, num_words=simulate_words)
-            loaded = _load_simulated(simulate or None, simulate_prefill or None, script, options)
-        if reserve_kv:
-            loaded.runner.reserve_memory()
-        if max_forced_string is None:
-            max_forced_string = 64 if loaded.name == EMBEDDED_MODEL_NAME else 0
-        engine = Engine(
-            loaded,
+        remote = RemoteOptions(
+            endpoint=endpoint,
+            dialect=endpoint_dialect.value,
+            reasoning_field=endpoint_reasoning,
+            tokenizer=tokenizer,
+            max_concurrent=endpoint_concurrency,
+            patience_seconds=endpoint_patience,
+            max_tokens=max_output_tokens or RemoteOptions.max_tokens,
+            engine_args=tuple(engine_arg or ()),
             max_forced_string=max_forced_string,
-            prefill_chunk=prefill_chunk,
-            suspend_policy=suspend_policy,
-            swap_directory=swap_dir,
-            swap_bytes=None if swap_limit is None else round(swap_limit * _GIB),
         )
+        if model is not None and simulate is None and kind_of(model):
+            with _conversion_shown() as progress:
+                engine = remote_engine(model, remote, progress)
+        else:
+            check_is_for_local(remote)
+            if simulate is None:
+                loaded = _load(model, device, options)
+                torch.set_num_threads(loaded.runner.torch_threads(options.threads))
+            else:
+                script = Script.of_calls(simulate_calls, simulate_tool, num_words=simulate_words)
+                loaded = _load_simulated(
+                    simulate or None, simulate_prefill or None, script, options
+                )
+            if reserve_kv:
+                loaded.runner.reserve_memory()
+            if max_forced_string is None:
+                max_forced_string = 64 if loaded.name == EMBEDDED_MODEL_NAME else 0
+            engine = LocalEngine(
+                loaded,
+                max_forced_string=max_forced_string,
+                prefill_chunk=prefill_chunk,
+                suspend_policy=suspend_policy,
+                swap_directory=swap_dir,
+                swap_bytes=None if swap_limit is None else round(swap_limit * _GIB),
+            )
         try:
             _serve(engine, settings, port)
         finally:
@@ -445,8 +532,8 @@ def _conversion_shown() -> Iterator[Progress]:
 def _serve(engine: Engine, settings: Settings, port: int) -> None:
     app = create_app(engine, settings)
     config = server_config(app, settings, port)
-    server = Server(config, app.state.draining, settings.drain_seconds)
+    server = Server(config, app.state.draining, settings.drain_seconds, engine)
     server.run()
     if not server.started:
         raise SystemExit(1)  # uvicorn has said why
-    logger.info("shutdown 4/4: stopping the model thread")
+    logger.info("shutdown 4/4: stopping the engine")

@@ -13,7 +13,6 @@ from starlette.types import Message, Send
 
 from protocol import errors
 from protocol.codec import SSE_DONE, encode, sse, sse_frame
-from protocol.errors import ProtocolError
 from protocol.response import ResponseError, ResponseResource
 from protocol.server_events import ResponseFailed, ServerEvent
 
@@ -87,7 +86,7 @@ def failure_frames(
 
     The error has the number that the failure alone would have had, the failed response the next.
     """
-    error = errors.sse_error_event(_as_error(failure), sequence_number)
+    error = errors.sse_error_event(errors.failure(failure.code, failure.message), sequence_number)
     failed = {
         "type": "response.failed",
         "sequence_number": sequence_number + 1,
@@ -97,10 +96,3 @@ def failure_frames(
         Frame(sequence_number, sse(error)),
         Frame(sequence_number + 1, sse_frame("response.failed", encode(failed))),
     )
-
-
-def _as_error(failure: ResponseError) -> ProtocolError:
-    """Return the error that ended a response: the client's doing, or else ours."""
-    if failure.code == errors.INVALID_PROMPT:
-        return ProtocolError(failure.message, code=failure.code)
-    return errors.server_error(failure.message)

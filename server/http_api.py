@@ -110,7 +110,7 @@ class HttpApi:
             try:
                 summary = await self._services.compactor.summarise(compacting)
             except EngineError as error:
-                return error_response(errors.server_error(str(error)))
+                return error_response(errors.failure(error.code, str(error)))
             finally:
                 account.close([compacting.run])
         if compacting.is_cancelled:
@@ -120,6 +120,8 @@ class HttpApi:
 
     async def count_input_tokens(self, request: Request) -> Response:
         """``POST /v1/responses/input_tokens``: how long the context of a create would be."""
+        if not self._services.engine.capabilities.token_exact:
+            raise errors.unsupported_parameter("model", "its tokens are counted by somebody else")
         pre_inference = self._services.pre_inference
         body, memory, work = await self._received(request)
         params = read_input_tokens(body, memory, work)
@@ -141,7 +143,10 @@ class HttpApi:
         return JSONResponse(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """``GET /health``."""
+        """``GET /health``: 503 once nothing can be sampled any more."""
+        if (failure := self._services.engine.failure) is not None:
+            failed = {"status": "failed", "model": self._model_name, "reason": failure}
+            return JSONResponse(failed, status_code=503)
         return JSONResponse({"status": "ok", "model": self._model_name})
 
     async def metrics(self, request: Request) -> Response:
@@ -150,7 +155,7 @@ class HttpApi:
 
     @property
     def _model_name(self) -> str:
-        return self._services.engine.model.name
+        return self._services.engine.name
 
     @property
     def _names(self) -> Sequence[str]:
@@ -162,6 +167,7 @@ class HttpApi:
             "object": "model",
             "created": self._started_at,
             "owned_by": "suspended-sampling",
+            "suspend:capabilities": self._services.engine.capabilities.as_json(),
         }
 
     async def _received(self, request: Request) -> tuple[JsonObject, Memory, Work]:
@@ -188,7 +194,8 @@ async def _whole_response(responder: Responder) -> Response:
     async for _ in responder.events():
         pass
     if (failure := responder.response.error) is not None:
-        return error_response(responder.prepared.refusal or errors.server_error(failure.message))
+        refusal = responder.prepared.refusal
+        return error_response(refusal or errors.failure(failure.code, failure.message))
     return Response(encode(responder.response), media_type="application/json")
 
 

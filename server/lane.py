@@ -236,7 +236,7 @@ class Lane:
             ProtocolError: there is none, or the append is wrong.
         """
         past = self._memory.latest(self.name)
-        if past is None or past.params is None:
+        if past is None or past.params is None or past.has_failed:
             raise errors.no_suspended_run()
         tools = past.params.tools
         params = read_append(append.frame, tools, append.work)
@@ -327,10 +327,12 @@ class Lane:
 
     async def _after(self, responder: Responder) -> Prepared | None:
         """Do what a response that is over leaves to be done."""
+        past = self._memory.find(responder.id)
         if responder.response.status == "failed":
             self._evict(responder.prepared.params.previous_response_id)
-            self._memory.forget(responder.id, self.name)
-        past = self._memory.find(responder.id)
+            if past and not past.has_failed:
+                self._memory.forget(past.id, self.name)
+                past = None
         if past and past.is_warm_up and past.snapshot:
             self._peer.warm_up(past.id, past.snapshot)
         if past and responder.unanswered_calls:
@@ -462,10 +464,16 @@ class Lane:
             work: on that message.
 
         Raises:
-            ProtocolError: it may not be said, or does not fit the context; nothing was changed.
+            ProtocolError: it may not be said, does not fit the context, or asks for a choice that
+                cannot be kept; nothing was changed.
         """
         pre_inference, prepared = self._services.pre_inference, responder.prepared
         waiting = self._peer.steerings.get(responder.id, [])
+        choice = choice_after_calls(prepared.choice, answers.choice)
+        if answers.choice is not None:
+            await pre_inference.check_choice(
+                prepared.params, prepared.tools, choice, responder.prompt
+            )
         findings = await pre_inference.classify_input(list(new.values()), work)
         if refusal := refusal_of(findings, "input", list(new)):
             raise refusal
@@ -475,13 +483,11 @@ class Lane:
         if not answers.is_complete:
             return None
         self._peer.steerings.pop(responder.id, None)
-        suffix_ids = prompt.token_ids[len(responder.prompt.token_ids) :]
-        choice = choice_after_calls(prepared.choice, answers.choice)
         constraint = pre_inference.constraint(prepared.params, prepared.tools, choice, prompt)
         for steering in waiting:
             responder.note(steering.work, steering.findings)
         responder.go_on(prompt, [*answers.wire_items, *_wire_items(waiting)])
-        return Resumption(suffix_ids, work.received_at, constraint, work.seconds)
+        return Resumption(prompt, work.received_at, constraint, work.seconds)
 
     # --- Injecting and steering -------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ class PastResponse:
     snapshot: Snapshot | None = None
     is_warm_up: bool = False
     """Whether nothing was sampled yet."""
+    has_failed: bool = False
+    """Whether it failed when it went on from here: it can be followed, and takes no appends."""
     rested_at: float = field(default_factory=time.monotonic)
 
 

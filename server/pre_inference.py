@@ -134,7 +134,7 @@ class PreInference:
             ProtocolError: something is wrong; nothing was changed.
         """
         prepared = await self._prepare(params, memory, memory.prompts, self._engine.lay_out, work)
-        return len(prepared.prompt.token_ids)
+        return prepared.prompt.num_tokens
 
     async def classify_input(self, items: Sequence[InputItem], work: Work) -> Findings:
         """Return what a classifier says of ``items``; without one, nothing.
@@ -176,8 +176,7 @@ class PreInference:
         conversation = _conversation(params, history, tools)
         with refused("input"), work.text() as text:
             prompt = await lay_out(conversation, longest_known(conversation, prompts), text)
-        with refused("tools"):
-            await self._engine.check_constraint(self.constraint(params, tools, choice, prompt))
+        await self.check_choice(params, tools, choice, prompt)
         before = parent.wire_items if parent else ()
         wire_items = [*before, *with_ids(params.input_json)]
         return Prepared(new_id("resp"), params, tools, choice, prompt, wire_items, work)
@@ -242,6 +241,22 @@ class PreInference:
             with refused(paths.get(tool.name, "input")):
                 await self._engine.check_tool(tool)
 
+    async def check_choice(
+        self,
+        params: CreateParams,
+        tools: Sequence[CallableTool],
+        choice: ToolChoice,
+        prompt: Prompt,
+    ) -> None:
+        """Make sure that the turn that ``prompt`` asks for can be held to all it may be.
+
+        Raises:
+            ProtocolError: together the tools are too much, or nothing can be forced here.
+        """
+        # Where nothing is constrained, tools and formats that bind were refused one by one before.
+        with refused("tools" if self._engine.capabilities.grammar else "tool_choice"):
+            await self._engine.check_constraint(self.constraint(params, tools, choice, prompt))
+
     async def _with_run(
         self, prepared: Prepared, prompts: Sequence[Prompt], sources: Sources
     ) -> Prepared:
@@ -261,7 +276,7 @@ class PreInference:
         """Return how the conversation is to be compacted, if it is to be and can be."""
         params, prompt = prepared.params, prepared.prompt
         threshold = params.compact_threshold
-        if not params.generate or threshold is None or len(prompt.token_ids) <= threshold:
+        if not params.generate or threshold is None or prompt.num_tokens <= threshold:
             return None
         return await self._compactor.begin_where_it_saves(
             prepared.id, prompt, prompts, sources, max_tokens=threshold
@@ -271,7 +286,7 @@ class PreInference:
         """Return ``prompt``, without its oldest turns if it is too long and the request allows."""
         with refused("input"):
             try:
-                self._engine.check_length(len(prompt.token_ids))
+                self._engine.check_length(prompt.num_tokens)
                 return prompt
             except ContextLengthExceededError:
                 if params.truncation == "disabled":
@@ -297,7 +312,6 @@ class PreInference:
         prompt: Prompt,
     ) -> Constraint:
         """Return what the turn that ``prompt`` asks for may be."""
-        chat_format = self._engine.model.chat_format
         least, most = _num_calls(choice, is_parallel=params.parallel_tool_calls)
         return Constraint(
             tools=tuple(
@@ -306,8 +320,8 @@ class PreInference:
             min_calls=least,
             max_calls=most,
             text_format=params.text_format,
-            thinks=chat_format.thinks and prompt.conversation.enable_thinking is not False,
-            think_is_open=chat_format.opens_thinking(prompt.token_ids),
+            thinks=self._engine.thinks(prompt.conversation),
+            think_is_open=self._engine.opens_thinking(prompt),
             forced_ids=self._replayed(params, prompt),
         )
 
@@ -344,12 +358,13 @@ class PreInference:
             top_logprobs=params.top_logprobs if params.wants_logprobs else None,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
+            reasoning_effort=params.reasoning.effort if params.reasoning else None,
         )
         constraint = self.constraint(params, prepared.tools, prepared.choice, prompt)
         with refused("input"):
             run = self._engine.open_run(
                 prepared.id,
-                prompt.token_ids,
+                prompt,
                 sampling,
                 constraint,
                 sources,

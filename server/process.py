@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
+from sampler.engine import Engine, EngineError
 from server.draining import Draining
 from server.settings import Settings
 
@@ -55,13 +56,35 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 class Server(uvicorn.Server):
     """uvicorn, with our word when it can serve and a quiet end on SIGINT and SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, draining: Draining, drain_seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        draining: Draining,
+        drain_seconds: float,
+        engine: Engine | None = None,
+    ) -> None:
+        """Serve as ``config`` says.
+
+        Args:
+            config: what, and how.
+            draining: what is still to end when the server is to.
+            drain_seconds: how long that may take.
+            engine: what has to be ready first.
+        """
         super().__init__(config)
+        self._engine = engine
         self._draining = draining
         self._drain_seconds = drain_seconds
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Bind, then say where."""
+        """See that there is something to serve, bind, then say where."""
+        try:
+            if self._engine is not None:
+                await self._engine.start()
+        except EngineError as error:
+            logger.error("%s", error)
+            self.should_exit = True
+            return
         await super().startup()
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]

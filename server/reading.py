@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
+from protocol import errors
 from protocol.client_events import (
     AppendParams,
     CompactParams,
@@ -41,7 +42,12 @@ def read_input_tokens(body: JsonObject, memory: Memory, work: Work) -> CreatePar
 
 
 def read_compact(body: JsonObject, memory: Memory, work: Work) -> CompactParams:
-    """Return what ``body`` wants to have compacted; raises as ``read_create`` does."""
+    """Return what ``body`` wants to have compacted; raises as ``read_create`` does.
+
+    Its model has to be named (Open Responses, compact): there may be no parent that has one.
+    """
+    if body.get("model") is None:
+        raise errors.missing_required_parameter("model")
     resolved = _resolved(body, memory, work)
     # What it leaves out is the parent's, and no default.
     return _read(parse_compact, body | {"model": resolved.get("model")}, work)

@@ -94,13 +94,16 @@ class Responder:
         self._run_report = RunReport(
             prepared.work,
             tells_tokens=TOKEN_IDS in prepared.params.include,
-            is_simulated=services.engine.model.is_simulated,
+            is_simulated=services.engine.is_simulated,
         )
         self._unclassified: list[str] = []  # what the item that is open has said
         self._is_filtered = False
         self._findings = [*prepared.findings.verdicts]
         self._num_recorded = 0  # output items that belong to recorded turns
         self._calls: dict[str, OutputCall] = {}  # those among them, by their call ids
+        self._at_rest: PastResponse | None = None  # as it was when it came to rest last
+        self._num_input_items = len(self._input_items)  # at that time
+        self._num_wire_items = len(self._wire_items)
         self.stream = self._new_stream()
 
     def _opened(self) -> RunOpened:
@@ -235,7 +238,9 @@ class Responder:
                     yield event
         except (EngineError, ClassificationError) as error:
             self._finish()
-            for event in [*self._start(), *self._fail("server_error", str(error))]:
+            self._fall_back()
+            code = error.code if isinstance(error, EngineError) else "server_error"
+            for event in [*self._start(), *self._fail(code, str(error))]:
                 yield event
 
     async def _is_blocked(self, run: Run, output: Output) -> bool:
@@ -289,7 +294,7 @@ class Responder:
             run = self._services.pre_inference.open_run(
                 self.prepared,
                 compacted.prompt,
-                replace(self._memory.sources, snapshots=[compacted.snapshot]),
+                replace(self._memory.sources, snapshots=compacted.snapshots),
             )
         except ProtocolError as error:
             return self._fail(error.code or "server_error", error.message)
@@ -302,11 +307,10 @@ class Responder:
     def _warm_up(self) -> list[ServerEvent]:
         """Return the events of a response that samples nothing (WebSocket events reference,
         ``generate: false``)."""
-        num_tokens = len(self.prompt.token_ids)
-        snapshot = self._services.engine.new_snapshot(self.prompt.token_ids)
+        snapshot = self._services.engine.new_snapshot(self.prompt)
         events = [
             *self.stream.start(),
-            *self.stream.complete(Usage.of(num_tokens, 0), None, int(time.time())),
+            *self.stream.complete(Usage.of(self.prompt.num_tokens, 0), None, int(time.time())),
         ]
         self._rest(snapshot=snapshot, is_warm_up=True)
         return events
@@ -364,6 +368,8 @@ class Responder:
             case StopReason.MAX_OUTPUT_TOKENS | StopReason.CONTEXT_LENGTH:
                 # The wire has one word for both limits.
                 return [*events, *stream.incomplete("max_output_tokens", usage, report)]
+            case StopReason.CONTENT_FILTER:
+                return [*events, *stream.incomplete("content_filter", usage, report)]
             case StopReason.STEERED:
                 return [*events, *stream.incomplete("steered", usage, report)]
             case _:
@@ -430,18 +436,28 @@ class Responder:
         is_warm_up: bool = False,
     ) -> None:
         """Keep the response as it is now, with what others can start from."""
-        self._memory.keep(
-            self._slot,
-            PastResponse(
-                self.id,
-                self.prompt.conversation.items,
-                self._wire_items,
-                self.prepared.params,
-                prompt,
-                snapshot,
-                is_warm_up,
-            ),
+        past = PastResponse(
+            self.id,
+            self.prompt.conversation.items,
+            self._wire_items,
+            self.prepared.params,
+            prompt,
+            snapshot,
+            is_warm_up,
         )
+        self._at_rest = replace(past, snapshot=None)  # that is the memory's to let go of
+        self._num_input_items, self._num_wire_items = len(self._input_items), len(self._wire_items)
+        self._memory.keep(self._slot, past)
+
+    def _fall_back(self) -> None:
+        """Be what the response was when it came to rest last, if it did: it can be followed from
+        there, and what was appended since then can be said again."""
+        if (past := self._at_rest) is None or past.prompt is None:
+            return
+        self.prompt = past.prompt
+        del self._input_items[self._num_input_items :]
+        del self._wire_items[self._num_wire_items :]
+        self._memory.keep(self._slot, replace(past, has_failed=True))
 
     async def store_as_it_is(self) -> None:
         """Store the response before it begins, so that it can be found."""
@@ -465,7 +481,7 @@ class Responder:
         return StoredResponse(
             id=self.id,
             key=self._memory.key_id,
-            model=self._services.engine.model.name,
+            model=self._services.engine.name,
             created_at=self.response.created_at,
             response=encode(self.response),
             input_items=list(self._input_items),

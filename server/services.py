@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from sampler.replay import Replays
 from sampler.traces import read_traces
 from server.background import BackgroundRuns
@@ -22,7 +23,7 @@ from server.pre_inference import PreInference
 from server.prices import Prices, parse_prices
 from server.response_store import ResponseStore
 from server.safety import Safety, load_classifier
-from server.settings import Settings
+from server.settings import Settings, SettingsError
 from server.suspended_runs import SuspendedRuns
 from server.telemetry import Telemetry
 from server.work import Work
@@ -95,7 +96,8 @@ class Services:
             await self.safety.warm_up()
 
     async def close(self) -> None:
-        """End background runs and let go of the files. The engine stays its owner's to close."""
+        """End background runs, and let go of the files, and of what the engine has in the event
+        loop. The engine stays its owner's to close."""
         await self.background.close()
         if self._loop_lag is not None:
             self._loop_lag.close()
@@ -105,10 +107,11 @@ class Services:
         for memory in self._recent.values():
             memory.forget_all()
         self._resources.close()
+        await self.engine.stop()
 
     def connection_memory(self, key_id: str) -> Memory:
         """Return the memory of a new connection."""
-        return Memory(key_id, self.store, self.engine.model.name, ResolvedModels(self.routes))
+        return Memory(key_id, self.store, self.engine.name, ResolvedModels(self.routes))
 
     def forgetful_memory(self, key_id: str) -> Memory:
         """Return the memory of a request that is to have none."""
@@ -137,7 +140,7 @@ class Services:
         return Memory(
             key_id,
             self.store,
-            self.engine.model.name,
+            self.engine.name,
             ResolvedModels(self.routes),
             max_responses=max_responses,
             names_are_local=False,
@@ -159,7 +162,7 @@ class Services:
 
 
 def _routes(settings: Settings, engine: Engine) -> ModelRoutes:
-    served = [engine.model.name]
+    served = [engine.name]
     if settings.models_file is None:
         return ModelRoutes(served)
     return ModelRoutes.from_file(settings.models_file, served)
@@ -180,4 +183,6 @@ def _replays(settings: Settings, engine: Engine) -> Replays | None:
     traces = [trace for path in settings.replay_files for trace in read_traces(path)]
     if not traces:
         return None
+    if not isinstance(engine, LocalEngine):
+        raise SettingsError(f"{engine.name} is not sampled in this process: it replays no traces")
     return Replays(traces, engine.model.tokenizer, engine.model.chat_format)

@@ -12,9 +12,9 @@ from pydantic import BaseModel, Field
 from websockets.asyncio.client import connect
 
 from protocol.codec import decode_object
+from protocol.conformance.stream_grammar import check_stream
 from protocol.dialect import APPEND_BETA
 from tests.end_to_end.process import ServerProcess, started
-from tests.protocol.stream_grammar import check_stream
 
 pytestmark = pytest.mark.slow
 

@@ -68,7 +68,24 @@ def test_every_constructor_is_tried_here() -> None:
         if function.__annotations__.get("return") is ProtocolError
     ]
 
-    assert len(constructors) == len(EVERY_KIND) + len(["from_validation"])
+    assert len(constructors) == len(EVERY_KIND) + len(["from_validation", "failure"])
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error_type"),
+    [
+        ("rate_limit_exceeded", 429, "rate_limit_error"),
+        ("context_length_exceeded", 400, "invalid_request_error"),
+        ("invalid_prompt", 400, "invalid_request_error"),
+        ("suspension_expired", 500, "server_error"),
+        ("server_error", 500, "server_error"),
+    ],
+)
+def test_a_failure_says_whose_doing_it_was(code: str, status: int, error_type: str) -> None:
+    error = errors.failure(code, "so it is")
+
+    assert (error.status, error.error_type, error.message) == (status, error_type, "so it is")
+    assert error.code == ("server_error" if status == 500 else code)
 
 
 @pytest.mark.parametrize("error", EVERY_KIND, ids=lambda error: error.code)

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sampler.chat_template import ChatMLFormat
-from sampler.engine import Engine
 from sampler.kv_cache import GenericCache
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import GenericRunner
 from sampler.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 def scripted_engine(
     *turns: str | Sequence[int], max_context: int = 4096, thinks: bool = False
-) -> Engine:
+) -> LocalEngine:
     """Return an engine whose model says ``turns``, one after the other. Close it.
 
     Args:
@@ -75,7 +75,7 @@ def scripted_engine(
     runner = ScriptedRunner(LlamaForCausalLM(config), script, header)
     tokenizer.counters = runner.counters
     model = LoadedModel("tiny", runner, tokenizer, ChatMLFormat(tokenizer, thinks=thinks))
-    return Engine(model, prefill_chunk=max_context)
+    return LocalEngine(model, prefill_chunk=max_context)
 
 
 @cache
@@ -112,7 +112,7 @@ class Held:
 
 
 @contextmanager
-def held_at(step: int, engine: Engine) -> Iterator[Held]:
+def held_at(step: int, engine: LocalEngine) -> Iterator[Held]:
     """Hold the model before its ``step``-th step from now, counted from 1, and any after it."""
     held = Held()
     loop = asyncio.get_running_loop()
@@ -130,7 +130,7 @@ def held_at(step: int, engine: Engine) -> Iterator[Held]:
 
 
 @contextmanager
-def failing_at(step: int, engine: Engine) -> Iterator[None]:
+def failing_at(step: int, engine: LocalEngine) -> Iterator[None]:
     """Have the ``step``-th step from now fail."""
 
     def fail(number: int) -> None:
@@ -142,7 +142,7 @@ def failing_at(step: int, engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def _before_each_step(engine: Engine, act: Callable[[int], None]) -> Iterator[None]:
+def _before_each_step(engine: LocalEngine, act: Callable[[int], None]) -> Iterator[None]:
     runner = engine.model.runner
     assert isinstance(runner, GenericRunner)
     extend = runner.extend
@@ -157,25 +157,25 @@ def _before_each_step(engine: Engine, act: Callable[[int], None]) -> Iterator[No
         yield
 
 
-def inputs_of(engine: Engine) -> list[int]:
+def inputs_of(engine: LocalEngine) -> list[int]:
     """Return every token id that a scripted model was given, in order."""
     assert isinstance(engine.model.runner, ScriptedRunner)
     return [token_id for chunk in engine.model.runner.inputs for token_id in chunk]
 
 
-def steps_of(engine: Engine) -> list[int]:
+def steps_of(engine: LocalEngine) -> list[int]:
     """Return how many token ids a scripted model was given in each step."""
     assert isinstance(engine.model.runner, ScriptedRunner)
     return list(map(len, engine.model.runner.inputs))
 
 
-def context_of(engine: Engine) -> tuple[int, ...]:
+def context_of(engine: LocalEngine) -> tuple[int, ...]:
     """Return every token id that a scripted model knew of when it said its latest token."""
     assert isinstance(engine.model.runner, ScriptedRunner)
     return engine.model.runner.context
 
 
-def context_text(engine: Engine) -> str:
+def context_text(engine: LocalEngine) -> str:
     """Return the same as text."""
     return text_of(context_of(engine))
 

@@ -24,11 +24,12 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Close
 
 from protocol.codec import decode_object, encode
+from protocol.conformance.stream_grammar import check_stream
 from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.app import create_app
 from server.process import server_config
 from server.settings import Settings
-from tests.protocol.stream_grammar import check_stream
 from tests.server.models import OSLO, scripted_engine
 
 Event: TypeAlias = dict[str, Any]
@@ -100,9 +101,15 @@ class Running:
     """A server that listens."""
 
     def __init__(self, engine: Engine, port: int, state: ServerState) -> None:
-        self.engine = engine
+        self.any_engine = engine
         self.port = port
         self._state = state
+
+    @property
+    def engine(self) -> LocalEngine:
+        """The engine, which is one of this process."""
+        assert isinstance(self.any_engine, LocalEngine), "it is somewhere else"
+        return self.any_engine
 
     @property
     def url(self) -> str:
@@ -154,7 +161,7 @@ class Running:
 
     async def until_free(self) -> None:
         """Wait until no run is left, and nothing that a run has computed."""
-        await until(lambda: not self.engine.runs and not self.engine.kv_tokens)
+        await until(lambda: not self.any_engine.runs and not self.any_engine.kv_tokens)
 
 
 @asynccontextmanager

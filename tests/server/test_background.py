@@ -7,11 +7,11 @@ from contextlib import aclosing
 
 import pytest
 
+from protocol.conformance.stream_grammar import check_stream
 from protocol.response import ResponseError
 from protocol.server_events import ResponseFailed, ResponseIncomplete, ServerEvent
 from server.background import MISTAKE, BackgroundRuns, LiveResponse
 from server.response_store import STOPPED
-from tests.protocol.stream_grammar import check_stream
 from tests.protocol.streams import frames
 from tests.sampler.runs import let_the_loop_turn
 from tests.server.played_runs import DEADLINE_SECONDS, PlayedRun

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sampler.engine import Engine
-from sampler.engines.script import Script, ScriptedTurn
+from sampler.engines.simulated.script import Script, ScriptedTurn
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.sampler.test_simulated import model_of
 from tests.server.designs import QUESTION, Design, calls_of, hold, post
@@ -23,9 +23,9 @@ KEEPING = Settings(recent_responses=4)
 LONG = "Is it dry in Oslo? " * 20
 
 
-def engine_with_prefixes() -> Engine:
+def engine_with_prefixes() -> LocalEngine:
     """Return an engine that computes prompts once that begin alike."""
-    return Engine(model_of(Script((ScriptedTurn(num_words=3),))))
+    return LocalEngine(model_of(Script((ScriptedTurn(num_words=3),))))
 
 
 async def forwarded(server: Running) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sampler.embedded_model import EMBEDDED_MODEL_NAME
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from server import command
 from server.command import main
@@ -55,12 +55,12 @@ def test_only_the_embedded_model_has_the_strings_of_forced_calls_bounded_by_defa
 ) -> None:
     bounds = []
 
-    def engine(model: LoadedModel, **options: Any) -> Engine:
+    def engine(model: LoadedModel, **options: Any) -> LocalEngine:
         bounds.append(options["max_forced_string"])
-        return Engine(model, **options)
+        return LocalEngine(model, **options)
 
     monkeypatch.setattr(command, "_load", lambda *_: replace(tiny_model(), name=name))
-    monkeypatch.setattr(command, "Engine", engine)
+    monkeypatch.setattr(command, "LocalEngine", engine)
     monkeypatch.setattr(command, "_serve", lambda *_: None)
     main(max_forced_string=chosen, store=False)
 

@@ -23,7 +23,7 @@ from protocol.items import (
     parse_items,
 )
 from protocol.tools import FunctionTool
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from sampler.model_loading import load_model
 from sampler.recorded_turn import Item, RecordedTurn
 from sampler.runner_choice import RunnerOptions
@@ -376,7 +376,7 @@ async def test_a_response_of_another_key_cannot_be_compacted(tmp_path: Path) -> 
     settings = Settings(recent_responses=4, api_key_file=file)
     async with serving(*SAYS, settings=settings) as server, server.http() as http:
         response = await post(server, headers=alice)
-        body = {"previous_response_id": response["id"]}
+        body = {"model": "tiny", "previous_response_id": response["id"]}
         refused = await http.post("/v1/responses/compact", json=body, headers=bob)
         own = await http.post("/v1/responses/compact", json=body, headers=alice)
 
@@ -695,7 +695,7 @@ async def test_a_response_whose_turn_never_came_leaves_nothing() -> None:
 @pytest.mark.slow
 async def test_a_real_model_goes_on_from_its_own_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.compaction.MAX_SUMMARY_TOKENS", 24)
-    engine = Engine(load_model(device="cpu", options=RunnerOptions(is_exact=True)))
+    engine = LocalEngine(load_model(device="cpu", options=RunnerOptions(is_exact=True)))
     said = "Oslo is the capital of Norway and lies at the end of the Oslofjord. " * 60
     talk = [QUESTION, {"role": "assistant", "content": said}, NEXT]
     members: Event = {"tools": [], "temperature": 0, "max_output_tokens": 6}
@@ -710,3 +710,12 @@ async def test_a_real_model_goes_on_from_its_own_summary(monkeypatch: pytest.Mon
         assert types_in(grown) == ["compaction", "message"]
         assert types_in(follower) == ["message"]
         assert input_tokens(follower) < 300
+
+
+async def test_the_model_has_to_be_named() -> None:
+    async with serving(*SAYS) as server, server.http() as http:
+        answer = await http.post("/v1/responses/compact", json={"input": TALK})
+
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "missing_required_parameter"
+        assert answer.json()["error"]["param"] == "model"

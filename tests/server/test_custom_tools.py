@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.server.http_client import (
     cached_tokens,
@@ -201,7 +201,7 @@ async def test_a_forced_input_is_of_its_form_whatever_the_model_would_rather_say
 ) -> None:
     tool = custom_tool(text_format=text_format)
     choice = {"type": "custom", "name": "run"}
-    async with serving(engine=Engine(tiny_model(), max_forced_string=8)) as server:
+    async with serving(engine=LocalEngine(tiny_model(), max_forced_string=8)) as server:
         for seed in range(3):
             response = await post(server, tools=[tool], tool_choice=choice, seed=seed)
 
@@ -337,7 +337,7 @@ async def test_tools_of_one_name_in_two_namespaces_are_told_apart() -> None:
 
 async def test_a_tool_in_a_namespace_can_be_forced() -> None:
     choice = {"type": "custom", "namespace": "shell", "name": "exec"}
-    async with serving(engine=Engine(tiny_model(), max_forced_string=4)) as server:
+    async with serving(engine=LocalEngine(tiny_model(), max_forced_string=4)) as server:
         response = await post(server, tools=[NAMESPACE], tool_choice=choice, seed=0)
 
         (call,) = response["output"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.access import add_api_key
 from server.response_store import ResponseStore, StoredResponse
 from server.settings import Settings
@@ -55,7 +55,7 @@ KEEPING = Settings(recent_responses=4)
 SAID = "Rain."
 
 
-def thinking_engine() -> Engine:
+def thinking_engine() -> LocalEngine:
     """Return an engine whose model thinks, speaks and calls, in tokens that nobody would choose."""
     first = [*encoded(THOUGHT), *spelled_out(SAID), *encoded(OSLO)]
     second = [*spelled_out(SAID), *encoded(BERGEN)]

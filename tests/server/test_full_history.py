@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from sampler.snapshot import num_common
 from tests.server.http_client import cached_tokens, context_length
 from tests.server.models import (
@@ -56,7 +56,7 @@ SPELLINGS: dict[str, Spelling] = {
 }
 
 
-def thinking_engine() -> Engine:
+def thinking_engine() -> LocalEngine:
     """Return an engine whose model thinks, speaks and calls, in tokens that nobody would choose."""
     first = [*encoded(THOUGHT), *spelled_out(SAID), *encoded(OSLO)]
     second = [*spelled_out(SAID), *encoded(BERGEN)]

@@ -7,7 +7,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from tests.server.models import OSLO, held_at
 from tests.server.running import BODY, Client, Running, calls_in, output, serving, until
 from tests.tiny_model import tiny_model
@@ -72,7 +72,7 @@ async def test_leaving_while_a_resumed_run_is_prefilled_frees_it(leave: Leave) -
 async def test_leaving_during_a_prefill_of_many_chunks_ends_it_at_the_chunk_in_flight(
     leave: Leave,
 ) -> None:
-    engine = Engine(tiny_model(), prefill_chunk=16)
+    engine = LocalEngine(tiny_model(), prefill_chunk=16)
     async with serving(engine=engine) as server, server.connect() as client:
         with held_at(3, engine) as model:
             await client.send("response.create", input="a" * 1000)

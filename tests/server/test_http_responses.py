@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from protocol.codec import encode
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.server.http_client import post, post_streamed
 from tests.server.models import OSLO, held_at, inputs_of, scripted_engine
@@ -170,7 +170,7 @@ async def test_the_whole_history_gives_what_the_suspended_run_gives() -> None:
     options: Event = {"temperature": 0, "max_output_tokens": 90}
     forced = options | {"tool_choice": "required"}
     question = {"role": "user", "content": "Is it dry in Oslo?"}
-    async with serving(engine=Engine(tiny_model(), max_forced_string=8)) as server:
+    async with serving(engine=LocalEngine(tiny_model(), max_forced_string=8)) as server:
         async with server.connect("append") as client:
             first = (await client.create(**forced, input=[question]))[-1]["response"]
             (call,) = first["output"]
@@ -271,7 +271,7 @@ async def test_a_client_that_leaves_takes_its_run_with_it(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_during_a_prefill_of_many_chunks_ends_it(stream: bool) -> None:
-    engine = Engine(scripted_engine().model, prefill_chunk=16)
+    engine = LocalEngine(scripted_engine().model, prefill_chunk=16)
     async with serving(engine=engine) as server:
         body = {"input": "a" * 1000, "stream": stream}
         await leave_during_sampling(server, body, 3)

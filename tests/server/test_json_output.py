@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.server.http_client import (
     cached_tokens,
@@ -80,7 +80,7 @@ def text_format(schema: Event = REPORT, **members: Any) -> Event:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def random_server() -> Any:
     """A server whose model says anything: what it says well, it was made to."""
-    async with serving(engine=Engine(tiny_model(), max_forced_string=8)) as server:
+    async with serving(engine=LocalEngine(tiny_model(), max_forced_string=8)) as server:
         yield server
 
 

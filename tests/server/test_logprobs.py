@@ -6,7 +6,7 @@ from math import exp
 import pytest
 
 from protocol.client_events import LOGPROBS
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from tests.server.http_client import post, post_refused, post_streamed
 from tests.server.models import OSLO, THOUGHT, scripted_engine
 from tests.server.refusals import Refusal
@@ -77,7 +77,7 @@ async def test_what_was_told_piece_by_piece_is_told_again_at_the_end() -> None:
 @pytest.mark.parametrize("include", [[], [LOGPROBS]])
 @pytest.mark.parametrize("number", [1, 20])
 async def test_the_most_likely_tokens_come_with_each(number: int, include: list[str]) -> None:
-    async with serving(engine=Engine(tiny_model())) as server:
+    async with serving(engine=LocalEngine(tiny_model())) as server:
         response = await post(
             server,
             tools=[],

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.sealed import seal
 from sampler.chat_template import TemplateFormat
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.server.http_client import cached_tokens, context_length, post, post_streamed
 from tests.server.models import OSLO, THOUGHT, encoded, scripted_engine, spelled_out
@@ -19,7 +19,7 @@ KEEPING = Settings(recent_responses=4)
 SEALED = ["reasoning.encrypted_content"]
 
 
-def thinking_engine(*turns: str | Sequence[int]) -> Engine:
+def thinking_engine(*turns: str | Sequence[int]) -> LocalEngine:
     """Return an engine whose model says ``turns``, in which there may be thoughts."""
     return scripted_engine(*turns, thinks=True)
 
@@ -154,7 +154,7 @@ async def test_a_model_that_can_be_told_not_to_think_is_told(effort: str | None)
     no_thoughts = "<think>\n\n</think>\n\n"
     model = scripted_engine(f"{no_thoughts}Sun.").model
     chat_format = TemplateFormat(model.tokenizer, chatml, thinks=True)
-    async with serving(engine=Engine(replace(model, chat_format=chat_format))) as server:
+    async with serving(engine=LocalEngine(replace(model, chat_format=chat_format))) as server:
         response = await post(server, tools=[], reasoning={"effort": effort})
 
         is_told = response["usage"]["output_tokens"] == len(encoded("Sun.")) + 1

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from protocol.codec import encode
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.server.http_client import cached_tokens, context_length
 from tests.server.models import BOTH, OSLO, THOUGHT, inputs_of, scripted_engine
@@ -33,7 +33,7 @@ KEEPING = Settings(recent_responses=4)
 EXEC_CALL = '<tool_call>\n{"name": "functions.exec"}\nls\n</tool_call>'
 
 
-def engine_for(client: RecordedClient) -> Engine:
+def engine_for(client: RecordedClient) -> LocalEngine:
     """Return an engine whose model thinks, speaks, and calls in parallel, then calls once more."""
     calls = [EXEC_CALL, EXEC_CALL] if client.calls_exec else [BOTH, OSLO]
     return scripted_engine(

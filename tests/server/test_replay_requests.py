@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from sampler.traces import Trace, TraceCall, TraceTurn, write_traces
 from server.responder import TOKEN_IDS
 from server.settings import Settings
@@ -58,17 +58,17 @@ SAID = [
 UNKNOWN = Refusal(400, "invalid_value", "metadata.replay")
 OVER = UNKNOWN
 
-NewEngine = Callable[[], Engine]
+NewEngine = Callable[[], LocalEngine]
 
 
-def weighted_engine() -> Engine:
+def weighted_engine() -> LocalEngine:
     """Return an engine on random weights."""
     return scripted_engine()
 
 
-def simulated_engine() -> Engine:
+def simulated_engine() -> LocalEngine:
     """Return an engine without a model."""
-    return Engine(model_of(TALK))
+    return LocalEngine(model_of(TALK))
 
 
 on_both_models = pytest.mark.parametrize(

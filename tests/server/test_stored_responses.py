@@ -16,12 +16,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.codec import encode
+from protocol.conformance.stream_grammar import check_stream
 from protocol.errors import ProtocolError
 from server.background import BackgroundRuns, LiveResponse
 from server.error_response import error_response
 from server.response_store import ResponseStore
 from server.stored_responses import StoredResponsesApi
-from tests.protocol.stream_grammar import check_stream
 from tests.protocol.streams import USAGE, frames, new_response, new_stream, two_segments
 from tests.sampler.runs import let_the_loop_turn
 from tests.server.played_runs import (

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from server.settings import Settings
 from tests.server.http_client import cached_tokens, context_length, post, post_refused
 from tests.server.models import OSLO, inputs_of
@@ -43,7 +43,7 @@ QUALIFIED = {"a": A, "b": B, "c.d": D}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def random_server() -> AsyncIterator[Running]:
     """A server whose model says anything."""
-    async with serving(engine=Engine(tiny_model(), max_forced_string=4)) as server:
+    async with serving(engine=LocalEngine(tiny_model(), max_forced_string=4)) as server:
         yield server
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sampler.engine import Engine
+from sampler.local_engine import LocalEngine
 from tests.sampler.templates import BYTES_HF, QWEN, STRICT, Template
 from tests.server.http_client import cached_tokens, context_length
 from tests.server.models import (
@@ -46,7 +46,7 @@ async def followed(client: Client, parent: Event, *items: Event, **members: Any)
     return response
 
 
-async def until_filled(engine: Engine, num_tokens: int) -> None:
+async def until_filled(engine: LocalEngine, num_tokens: int) -> None:
     """Wait until the caches hold so many tokens."""
     await until(lambda: engine.kv_tokens >= num_tokens)
 
