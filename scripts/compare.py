@@ -23,7 +23,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from scripts.comparison.comparison import NAMES, Choices, Comparison, known
+from sampler.traces import write_traces
+from scripts.comparison.comparison import NAMES, USUAL, Choices, Comparison, known
+from scripts.comparison.engines import RemoteModel
+from scripts.comparison.experiments import ENDPOINT, at_endpoint
 from scripts.comparison.report import summary, write_report
 from scripts.comparison.results import Design
 
@@ -40,7 +43,7 @@ def main(
         typer.Option(
             metavar="EXPERIMENT",
             help=f"Make only this one; repeatable. Of {', '.join(NAMES)}.",
-            show_default="all",
+            show_default=f"all but {ENDPOINT}",
         ),
     ] = None,
     designs: Annotated[
@@ -64,6 +67,29 @@ def main(
         int | None,
         typer.Option(min=1, help="Of each model.", show_default="what each server chooses"),
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help=f"Make the experiment {ENDPOINT!r} too, with a model at this endpoint for chat "
+            "completions, which has to say what the traces say (docs/comparison.md). Its key is "
+            "in OPENAI_API_KEY.",
+            show_default="none",
+        ),
+    ] = None,
+    endpoint_model: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the model there.")
+    ] = "gpt-oss-120b",
+    traces_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-traces",
+            metavar="FILE",
+            dir_okay=False,
+            help=f"Write down the traces that {ENDPOINT!r} replays, and do nothing else.",
+            show_default=False,
+        ),
+    ] = None,
     llama_cpp_python: Annotated[
         Path | None,
         typer.Option(
@@ -84,12 +110,17 @@ def main(
     ] = None,
 ) -> None:
     """Compare, and write a report of it."""
+    remote = None if endpoint is None else RemoteModel(endpoint, endpoint_model)
+    if traces_file is not None:
+        write_traces(traces_file, at_endpoint("", is_quick=quick).traces())
+        return
     choices = Choices(
         is_quick=quick,
-        only=tuple(_known(only or NAMES, NAMES, "experiment")),
+        only=tuple(_experiments(only or USUAL, remote)),
         designs=tuple(map(Design, _known(designs or _DESIGNS, _DESIGNS, "design"))),
         repeats=repeats,
         threads=threads,
+        remote=remote,
         llama_cpp_python=llama_cpp_python,
         transformers_python=transformers_python,
     )
@@ -110,6 +141,16 @@ def main(
         raise typer.Exit(INTERRUPTED)
     if not comparison.results.is_complete:
         raise typer.Exit(1)
+
+
+def _experiments(names: Sequence[str], remote: RemoteModel | None) -> list[str]:
+    """Return the experiments of ``names``, and the one at ``remote`` where that is given."""
+    if remote is not None:
+        names = [*names, ENDPOINT]
+    found = _known(names, NAMES, "experiment")
+    if ENDPOINT in found and remote is None:
+        raise typer.BadParameter(f"the experiment {ENDPOINT!r} needs --endpoint URL")
+    return found
 
 
 def _known(names: Sequence[str], all_names: Sequence[str], what: str) -> list[str]:

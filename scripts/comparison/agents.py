@@ -25,7 +25,14 @@ from websockets.exceptions import WebSocketException
 from protocol.dialect import Dialect
 from protocol.validation import JsonObject
 from sampler.traces import Trace, TraceCall, TraceTurn
-from scripts.comparison.results import AgentRun, Design, Split, Turn
+from scripts.comparison.results import (
+    AgentRun,
+    Design,
+    EndpointTimes,
+    EndpointTurn,
+    Split,
+    Turn,
+)
 
 TIMEOUT_SECONDS = 600.0
 _CALLS = ("function_call", "custom_tool_call")
@@ -214,6 +221,7 @@ def _turn(heard: Heard, report: JsonObject, tool_seconds: float) -> Turn:
     assert heard.first_event_at is not None, "and something was said"
     seconds = heard.ended_at - heard.sent_at
     parts: dict[str, float] = {name: report[name] for name in _PARTS}
+    endpoint = _told_by_endpoint(report)
     # It may be below zero, where the client is told of the turn's end before the server has
     # finished with it; then that is what it is.
     network = seconds - sum(parts.values())
@@ -221,7 +229,7 @@ def _turn(heard: Heard, report: JsonObject, tool_seconds: float) -> Turn:
         seconds=seconds,
         first_event_seconds=heard.first_event_at - heard.sent_at,
         first_token_seconds=report["time_to_first_token"],
-        split=Split(network=network, **parts),
+        split=_with_times_of(endpoint, Split(network=network, **parts)),
         tool_seconds=tool_seconds,
         input_tokens=report["input_tokens"],
         cached_tokens=report["cached_tokens"],
@@ -229,6 +237,44 @@ def _turn(heard: Heard, report: JsonObject, tool_seconds: float) -> Turn:
         tokens_forwarded=report["tokens_forwarded"],
         bytes_sent=heard.bytes_sent,
         bytes_received=heard.bytes_received,
+        endpoint=endpoint,
+    )
+
+
+def _told_by_endpoint(report: JsonObject) -> EndpointTurn | None:
+    told = report.get("endpoint")
+    if told is None:
+        return None
+    return EndpointTurn(
+        tries=told.get("tries", 1),
+        admission=told.get("admission", 0.0),
+        times=_times(told.get("time_info", {})),
+    )
+
+
+def _times(told: JsonObject) -> EndpointTimes | None:
+    """Return the times in ``told``, as Cerebras names them; a queue is not always told."""
+    if not {"prompt_time", "completion_time"} <= told.keys():
+        return None
+    return EndpointTimes(
+        queue=told.get("queue_time", 0.0),
+        prompt=told["prompt_time"],
+        completion=told["completion_time"],
+    )
+
+
+def _with_times_of(endpoint: EndpointTurn | None, split: Split) -> Split:
+    """Return ``split`` with the endpoint's own times, where it tells any, in the place of what the
+    server saw of them. What is left of that was spent on the way."""
+    if endpoint is None or endpoint.times is None:
+        return split
+    times = endpoint.times
+    return msgspec.structs.replace(
+        split,
+        queue=split.queue + times.queue,
+        prefill=times.prompt,
+        decode=times.completion,
+        upstream=split.prefill + split.decode - times.total,
     )
 
 

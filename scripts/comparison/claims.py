@@ -177,7 +177,8 @@ def _first_tokens(
     return [
         (cell, Comparison(ratio, measured.noise(cell, measures.first_token)))
         for cell in measured.cells()
-        if (ratio := ratio_of(measured, cell)) is not None
+        # At an endpoint it is the endpoint that has the KV prefix, and no design forgets it.
+        if not measured.is_at_endpoint(cell) and (ratio := ratio_of(measured, cell)) is not None
     ]
 
 

@@ -20,16 +20,26 @@ from scripts.benchmarks.machine import Neighbours, machine, versions
 from scripts.comparison import agreement
 from scripts.comparison.agreement import measure_agreement
 from scripts.comparison.baselines import measure_baselines
-from scripts.comparison.engines import Servers
-from scripts.comparison.experiments import EXPERIMENTS, Experiment, Point, experiments, outside
+from scripts.comparison.engines import RemoteModel, Servers
+from scripts.comparison.experiments import (
+    ENDPOINT,
+    EXPERIMENTS,
+    Experiment,
+    Point,
+    at_endpoint,
+    experiments,
+    outside,
+)
 from scripts.comparison.outside_servers import installed_servers
 from scripts.comparison.results import Design, Results, Trial
 from scripts.comparison.trials import WARM_UP, Cell, Numbers, Rounds, measure, measure_round
 
 AGREEMENT = "agreement"
 OUTSIDE = "outside"
-NAMES = (*EXPERIMENTS, AGREEMENT, OUTSIDE)
+NAMES = (*EXPERIMENTS, ENDPOINT, AGREEMENT, OUTSIDE)
 """All that can be asked for, in the order in which it is made."""
+USUAL = tuple(name for name in NAMES if name != ENDPOINT)
+"""What is made where nothing is asked for."""
 
 _MANY_BUSY_CORES = 0.15
 """With more than that, other programs are felt in the figures."""
@@ -48,12 +58,14 @@ class Choices:
     """What a person asked for."""
 
     is_quick: bool = False
-    only: tuple[str, ...] = NAMES
+    only: tuple[str, ...] = USUAL
     designs: tuple[Design, ...] = tuple(Design)
     repeats: int | None = None
     """Rounds of each experiment; None for as many as there is time for."""
     threads: int | None = None
     """That a model computes with; None for what each server chooses."""
+    remote: RemoteModel | None = None
+    """What ``ENDPOINT`` is measured on."""
     llama_cpp_python: Path | None = None
     transformers_python: Path | None = None
 
@@ -94,12 +106,15 @@ class Comparison:
         self._folder = folder
         self._observer = observer
         self._began_at = time.monotonic()
-        chosen = experiments(is_quick=choices.is_quick)
+        chosen = list(experiments(is_quick=choices.is_quick))
+        if choices.remote is not None:
+            chosen.append(at_endpoint(choices.remote.engine, is_quick=choices.is_quick))
         self._experiments = {each.name: each for each in chosen if each.name in choices.only}
         self._outside = outside(is_quick=choices.is_quick)
         traces = [trace for each in self._experiments.values() for trace in each.traces()]
         options = () if choices.threads is None else ("--threads", str(choices.threads))
-        self._servers = Servers([*traces, *self._outside.workload.traces()], options)
+        traces += self._outside.workload.traces()
+        self._servers = Servers(traces, options, choices.remote)
         self._numbers = Numbers()
         self.results = Results(
             command=command,

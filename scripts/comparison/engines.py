@@ -1,4 +1,8 @@
-"""What the designs are compared on: servers of this project, one for each engine, started once."""
+"""What the designs are compared on: servers of this project, one for each engine, started once.
+
+An engine may be somewhere else: then the server samples at an endpoint for chat completions, and
+it is up to that endpoint to say what the traces say.
+"""
 
 import asyncio
 import tempfile
@@ -45,6 +49,25 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class RemoteModel:
+    """A model at an endpoint for chat completions; its key is in ``OPENAI_API_KEY``."""
+
+    url: str
+    """What ``/chat/completions`` is joined to."""
+    name: str
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine."""
+        return f"endpoint {self.name}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Those of the server."""
+        return ("--model", f"openai-chat:{self.name}", "--endpoint", self.url)
+
+
+@dataclass(frozen=True)
 class Server:
     """A server that listens."""
 
@@ -59,15 +82,22 @@ class Servers:
     All have what they have in service: API keys, a safety classifier, a ledger.
     """
 
-    def __init__(self, traces: Iterable[Trace], options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        traces: Iterable[Trace],
+        options: Sequence[str] = (),
+        remote: RemoteModel | None = None,
+    ) -> None:
         """Start none yet.
 
         Args:
-            traces: that can be replayed on each of them.
-            options: of all servers, after those that are theirs.
+            traces: that can be replayed on each of them that samples itself.
+            options: of all those, after those that are theirs.
+            remote: what is sampled somewhere else, if anything is.
         """
         self._traces = {trace.name: trace for trace in traces}
         self._options = tuple(options)
+        self._remote = remote
         self._servers: dict[str, Server] = {}
         self._stack = ExitStack()
 
@@ -84,13 +114,15 @@ class Servers:
 
     def options(self, engine: str) -> list[str]:
         """Return the options that the server of ``engine`` is started with, but for its files."""
-        return [
-            *ENGINES[engine],
-            *("--safety", "embedded"),
-            *("--recent-responses", str(_RECENT_RESPONSES)),
-            *("--kv-memory", str(_KV_GIB), "--reserve-kv"),
-            *self._options,
-        ]
+        around = ("--safety", "embedded", "--recent-responses", str(_RECENT_RESPONSES))
+        if (remote := self._remote_of(engine)) is not None:
+            return [*remote.options, *around]
+        kv = ("--kv-memory", str(_KV_GIB), "--reserve-kv")
+        return [*ENGINES[engine], *around, *kv, *self._options]
+
+    def _remote_of(self, engine: str) -> RemoteModel | None:
+        is_remote = self._remote is not None and self._remote.engine == engine
+        return self._remote if is_remote else None
 
     async def get(self, engine: str) -> Server:
         """Return the server of ``engine``, which listens.
@@ -105,7 +137,7 @@ class Servers:
     async def _start(self, engine: str) -> Server:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-")))
         options = [*self.options(engine), "--data-dir", str(folder / "data")]
-        if self._traces:
+        if self._traces and self._remote_of(engine) is None:
             write_traces(folder / "traces.jsonl", self._traces.values())
             options += ["--replay", str(folder / "traces.jsonl")]
         api_key = add_api_key(folder / "keys", "compare")

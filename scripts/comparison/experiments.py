@@ -240,10 +240,27 @@ _TEXTS = {
 EXPERIMENTS = tuple(_TEXTS)
 """Their names, in the order in which they are made."""
 
+ENDPOINT = "endpoint"
+"""The name of the one that is made after them, where there is an endpoint."""
+
 
 def experiments(*, is_quick: bool) -> tuple[Experiment, ...]:
     """Return all experiments, in the order in which they are made."""
     return _quick() if is_quick else _full()
+
+
+def at_endpoint(engine: str, *, is_quick: bool) -> Experiment:
+    """Return the experiment on ``engine``, which is somewhere else. What the endpoint has to be
+    able to say is the same in a quick one."""
+    return Experiment(
+        ENDPOINT,
+        "Over an endpoint",
+        "What is left of the differences where somebody else samples, and gets the whole history "
+        "from the server in every design?",
+        "tool calls",
+        40 if is_quick else 180,
+        (Part(engine, _calls(1, 10, 20), _ALL),),
+    )
 
 
 def outside(*, is_quick: bool) -> Point:

@@ -18,6 +18,16 @@ def is_simulated(engine: str) -> bool:
     return engine.startswith("simulated")
 
 
+def endpoint_tells_times(measured: Measured) -> bool:
+    """Say whether each turn that an endpoint sampled came with the endpoint's own times."""
+    return all(
+        turn.endpoint is None or turn.endpoint.times is not None
+        for cell in measured.cells()
+        for trial in measured.all_trials(cell)
+        for turn in measures.turns(trial)
+    )
+
+
 def headline(measured: Measured, engine: str) -> Cell | None:
     """Return the cell that stands for an engine: about 20 calls, measured in both main designs.
 
@@ -89,9 +99,10 @@ def _time(comparison: Comparison) -> str:
 
 def _others(measured: Measured, cell: Cell) -> str:
     said = []
+    caches = "caches but the endpoint's" if measured.is_at_endpoint(cell) else "any cache"
     for design, named in (
         (Design.CHAINED, "chained by previous_response_id over one WebSocket it takes"),
-        (Design.STATELESS, "stateless without any cache"),
+        (Design.STATELESS, f"stateless without {caches}"),
     ):
         comparison = measured.compare(cell, design, measures.end_to_end)
         if comparison is not None:

@@ -17,7 +17,7 @@ from protocol.tools import callable_tools, parse_tools
 from protocol.validation import JsonObject
 from sampler.chat_template import ChatFormat
 from sampler.conversation import Conversation
-from sampler.engines.simulated import simulated_model
+from sampler.engines.simulated.model import simulated_model
 from sampler.replay import Replays
 from sampler.tokenizer import Tokenizer
 from sampler.traces import Trace, TraceCall, TraceTurn, write_traces

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from scripts.comparison.results import Split, Trial, Turn
 
@@ -85,6 +86,45 @@ def items_classified(trial: Trial) -> float | None:
     return sum(known) if known else None
 
 
+def is_at_endpoint(trial: Trial) -> bool:
+    """Tell whether an endpoint sampled it, and not the server."""
+    return any(turn.endpoint is not None for turn in turns(trial))
+
+
+def input_tokens(trial: Trial) -> float | None:
+    """Return the sum of the contexts of an agent run's turns."""
+    return _per_run(trial, sum(turn.input_tokens for turn in turns(trial)))
+
+
+def output_tokens(trial: Trial) -> float | None:
+    """Return the tokens that were sampled in an agent run."""
+    return _per_run(trial, sum(turn.output_tokens for turn in turns(trial)))
+
+
+def forwarded(trial: Trial) -> float | None:
+    """Return the tokens of an agent run that went through the model, turn by turn."""
+    told = [turn.tokens_forwarded for turn in turns(trial)]
+    known = [tokens for tokens in told if tokens is not None]
+    return _per_run(trial, sum(known)) if known else None
+
+
+def read_again(trial: Trial) -> float | None:
+    """Return the tokens of an agent run that were read or sampled in the turn before, and were not
+    cached in the next: by turns, so in all designs alike."""
+    total = 0
+    for run in trial.runs:
+        for before, turn in pairwise(run.turns):
+            known = min(before.input_tokens + before.output_tokens, turn.input_tokens)
+            total += max(0, known - turn.cached_tokens)
+    return _per_run(trial, total)
+
+
+def asked_again(trial: Trial) -> float | None:
+    """Return how often in an agent run an endpoint was asked for what it had not answered."""
+    told = [turn.endpoint for turn in turns(trial) if turn.endpoint is not None]
+    return _per_run(trial, sum(endpoint.tries - 1 for endpoint in told)) if told else None
+
+
 @cache
 def counted(name: str) -> Measure:
     """Return the measure of a counter of the server, per agent run: the same one for a name."""
@@ -115,8 +155,9 @@ PARTS = (
     Part("pre_inference", "pre-inference"),
     Part("queue", "queue"),
     Part("post_inference", "post-inference"),
+    Part("upstream", "to the endpoint and back"),
 )
-"""Inference first, then what is overhead."""
+"""Inference first, then what is overhead; the last there is at an endpoint only."""
 
 
 @cache

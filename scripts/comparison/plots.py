@@ -43,6 +43,7 @@ PART_COLORS = {
     "pre_inference": "#ee8866",
     "queue": "#eedd88",
     "post_inference": "#ffaabb",
+    "upstream": "#99ddff",
 }
 """Inference is grey. Of Tol's light palette."""
 
@@ -129,6 +130,13 @@ VARIED = (
         "concurrency",
         "End to end against the number of agent runs at once",
         "agent runs at once",
+        "end to end without tools",
+        measures.end_to_end,
+    ),
+    Varied(
+        "endpoint",
+        "Over an endpoint: end to end against the number of tool calls",
+        "tool calls of the run",
         "end to end without tools",
         measures.end_to_end,
     ),
@@ -233,7 +241,12 @@ def split_plot(measured: Measured) -> Plot | None:
     figure, axes = panels(titles, height=2.2)
     for cell, axis in zip(cells.values(), axes, strict=True):
         _draw_split(axis, measured, cell)
-    handles = [Patch(color=PART_COLORS[part.name], label=part.title) for part in measures.PARTS]
+    has_endpoint = any(map(measured.is_at_endpoint, cells.values()))
+    handles = [
+        Patch(color=PART_COLORS[part.name], label=part.title)
+        for part in measures.PARTS
+        if has_endpoint or part.name != "upstream"
+    ]
     figure.legend(handles=handles, loc="outside upper left", ncols=3)
     return Plot(
         "split", "Where the time of a turn goes", _caption_of_split(measured, cells), figure

@@ -117,6 +117,8 @@ def _contents(results: Results) -> dict[str, Any]:
         "stages": tables.stage_grids(measured),
         "lag": tables.lag_grid(measured),
         "agreement": tables.agreement_grid(results.agreements),
+        "endpoint": tables.endpoint_grids(measured),
+        "endpoint_tells_times": findings.endpoint_tells_times(measured),
         "outside": tables.outside_grids(everything),
         "where_not": findings.where_not(measured),
         "indifference": tables.indifference_grid(measured),

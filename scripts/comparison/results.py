@@ -29,7 +29,11 @@ class Design(StrEnum):
 
 
 class Split(Struct, frozen=True, kw_only=True):
-    """Where the seconds of one turn went; together they are the turn without its tools."""
+    """Where the seconds of one turn went; together they are the turn without its tools.
+
+    Of a turn that an endpoint sampled, which tells its times, ``prefill``, ``decode`` and its part
+    of ``queue`` are by the endpoint's own clock.
+    """
 
     network: float
     """What the client waited for and the server knows nothing of: transport, framing, parsing by
@@ -40,6 +44,33 @@ class Split(Struct, frozen=True, kw_only=True):
     decode: float
     post_inference: float
     """That part of it that the client waits for."""
+    upstream: float = 0.0
+    """What the server waited for an endpoint that the endpoint knows nothing of: the way there and
+    back. It is in ``prefill`` and ``decode`` where an endpoint tells no times."""
+
+
+class EndpointTimes(Struct, frozen=True, kw_only=True):
+    """How long a turn took an endpoint, by its own clock, in seconds."""
+
+    queue: float
+    prompt: float
+    completion: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.queue + self.prompt + self.completion
+
+
+class EndpointTurn(Struct, frozen=True, kw_only=True):
+    """What there was to tell of a turn that an endpoint sampled."""
+
+    tries: int
+    """How often the endpoint was asked for it."""
+    admission: float
+    """Seconds that the request waited in the server for its place among those in flight."""
+    times: EndpointTimes | None
+    """None where the endpoint does not tell."""
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -62,6 +93,9 @@ class Turn(Struct, frozen=True, kw_only=True):
     tokens_forwarded: int | None
     bytes_sent: int
     bytes_received: int
+    endpoint: EndpointTurn | None = None
+    """None where the server sampled it itself. Where an endpoint did, tokens are those that it
+    counts, and forwarded are the input less what was cached, and the output."""
 
 
 class AgentRun(Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 from scipy.stats import bootstrap
 
-from scripts.comparison.measures import Measure
+from scripts.comparison.measures import Measure, is_at_endpoint
 from scripts.comparison.results import Design, Trial
 
 CONFIDENCE = 0.95
@@ -188,11 +188,19 @@ class Measured:
 
     def x(self, cell: Cell) -> float:
         """Return what the experiment varies."""
-        return next(trial.x for rounds in self._trials[cell].values() for trial in rounds.values())
+        return self.all_trials(cell)[0].x
 
     def trials(self, cell: Cell, design: str) -> list[Trial]:
         """Return the rounds of a design."""
         return list(self._trials.get(cell, {}).get(design, {}).values())
+
+    def is_at_endpoint(self, cell: Cell) -> bool:
+        """Tell whether an endpoint sampled what was measured in ``cell``."""
+        return any(map(is_at_endpoint, self.all_trials(cell)))
+
+    def all_trials(self, cell: Cell) -> list[Trial]:
+        """Return the rounds of all designs."""
+        return [trial for rounds in self._trials[cell].values() for trial in rounds.values()]
 
     def num_rounds(self, cell: Cell) -> int:
         """Return how many rounds there were of the design that had most."""

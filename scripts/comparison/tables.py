@@ -121,7 +121,10 @@ def _entry(measured: Measured, cell: Cell, design: str, column: Column) -> Entry
     details = []
     if column.has_interval and value.has_interval:
         details.append(f"{column.write(value.low)} – {column.write(value.high)}")
-    again = measured.estimate(cell, design, column.again) if column.again else None
+    # At an endpoint, what is forwarded again is what its cache misses, in all designs alike; but
+    # only a run that the server still has can count it.
+    measure = None if measured.is_at_endpoint(cell) else column.again
+    again = measured.estimate(cell, design, measure) if measure else None
     if again is not None and again.value:
         details.append(f"of them again {column.write(again.value)}")
     comparison = measured.compare(cell, design, column.measure)
@@ -226,6 +229,54 @@ def _lag_entry(measured: Measured, engine: str, design: str) -> Entry:
 
 def _bound(low: float, high: float) -> str:
     return f"> {seconds(low)}" if high == float("inf") else f"≤ {seconds(high)}"
+
+
+# --- At an endpoint -------------------------------------------------------------------------------
+
+
+AT_ENDPOINT = (
+    Column("input tokens", measures.input_tokens, count),
+    Column("of the input cached", measures.cached_share, share),
+    Column("output tokens", measures.output_tokens, count),
+    Column("forwarded", measures.forwarded, count),
+    Column("read again", measures.read_again, count),
+    Column("asked again", measures.asked_again, count),
+    Column("sent by the client", measures.bytes_sent, size),
+)
+
+
+def endpoint_grids(measured: Measured) -> list[Grid]:
+    """Return, for each cell that an endpoint sampled, what it was given and where the time went."""
+    return [
+        grid
+        for cell in measured.cells()
+        if measured.is_at_endpoint(cell)
+        for grid in (
+            _grid_of(measured, cell, f"{cell}: an agent run", AT_ENDPOINT),
+            _grid_of(measured, cell, f"{cell}: a turn, mean seconds", _PARTS),
+        )
+    ]
+
+
+_PARTS = tuple(
+    Column(part.title, measures.mean_part(part.name), seconds) for part in measures.PARTS
+)
+
+
+def _grid_of(measured: Measured, cell: Cell, title: str, columns: Sequence[Column]) -> Grid:
+    return Grid(
+        title,
+        ("design", *(column.title for column in columns)),
+        tuple(
+            Row(
+                name,
+                tuple(_plain_entry(measured, cell, name, column) for column in columns),
+                design=name,
+            )
+            for name in measured.designs(cell)
+            if name not in SAME_AGAIN.values()
+        ),
+    )
 
 
 # --- Agreement and others -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ workload, as for agents of one product.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from scripts.comparison.engines import Server, Servers, new_client
 from scripts.comparison.results import AgentRun, Design, Trial
 from scripts.comparison.server_counts import server_counts
 from scripts.comparison.workloads import Workload
+
+_NUMBER = re.compile(r"Task \d{6,}\. ")
 
 WARM_UP = -1
 """The number of the round that is not kept."""
@@ -57,6 +60,12 @@ def numbered(trace: Trace, number: int) -> Trace:
         return msgspec.structs.replace(trace, input=label + trace.input)
     first, *others = trace.input
     return msgspec.structs.replace(trace, input=(_preceded(first, label), *others))
+
+
+def unnumbered(text: str) -> str:
+    """Return the text of a first message without the number that ``numbered`` put before it."""
+    number = _NUMBER.match(text)
+    return text if number is None else text[number.end() :]
 
 
 def _preceded(message: JsonObject, label: str) -> JsonObject:
