@@ -16,9 +16,9 @@ from openai.types.responses.responses_server_event import ResponsesServerEvent
 from pydantic import BaseModel, TypeAdapter
 
 from protocol.codec import decode_object, encode
+from protocol.conformance.shapes import Event
 from protocol.errors import error_event, model_not_found, response_not_found, sse_error_event
 from protocol.server_events import inject_failed, output_stub, steer_failed
-from tests.protocol.stream_grammar import Event
 from tests.protocol.streams import (
     USAGE,
     calls,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import encode
+from protocol.conformance.stream_grammar import check_stream
 from protocol.errors import orphan_output, response_already_completed
 from protocol.output_items import OutputCompaction, OutputFunctionCall, OutputMessage
 from protocol.response import ResponseResource, Usage
@@ -26,7 +27,6 @@ from protocol.server_events import (
     steer_failed,
 )
 from protocol.transitions import InvalidTransitionError
-from tests.protocol.stream_grammar import check_stream
 from tests.protocol.streams import (
     LOGPROB,
     USAGE,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sampler.engines.simulated import simulated_model
+from sampler.engines.simulated.model import simulated_model
 from sampler.model_loading import LoadedModel
 from scripts.benchmarks.floors import Floors, Notes, NotingEngine, NotingRunner, script, take_steps
 from scripts.benchmarks.server_cost import words

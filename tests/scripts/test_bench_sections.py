@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sampler.engines.script import Script
-from sampler.engines.simulated import SMOLLM2_KV, simulated_model
+from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model
+from sampler.engines.simulated.script import Script
 from sampler.suspension_policy import Mode
 from sampler.swap import SwapStore
 from sampler.waste import Disposition, Rates

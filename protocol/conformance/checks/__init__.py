@@ -1,0 +1,1 @@
+"""The checks, a module for each subject. ``catalogue`` puts them in order."""

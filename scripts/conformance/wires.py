@@ -1,0 +1,178 @@
+"""The sockets that checks are played over: actions in, what came of them out."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from typing import assert_never
+
+import httpx2
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+
+from protocol.conformance.actions import (
+    Action,
+    Answer,
+    Close,
+    Closed,
+    Connect,
+    Frame,
+    Manner,
+    Opened,
+    Outcome,
+    Receive,
+    Request,
+    Send,
+    Sent,
+    Silence,
+    Unreachable,
+)
+from scripts.conformance.address import Address
+from scripts.conformance.overlap import Overlap
+
+ABNORMAL = 1006
+"""What RFC 6455, 7.4.1, calls the end of a connection without a close frame."""
+_MOMENT_SECONDS = 0.3
+_CLOSE_SECONDS = 2.0
+
+
+@asynccontextmanager
+async def http_client(
+    address: Address, patience_seconds: float
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """Open what all HTTP requests to a server go through."""
+    async with httpx2.AsyncClient(
+        headers=list(address.headers),
+        timeout=patience_seconds,
+        trust_env=bool(address.proxy),
+        limits=httpx2.Limits(max_connections=None),
+    ) as client:
+        yield client
+
+
+class Wires:
+    """The connections of one check. Close them."""
+
+    def __init__(
+        self,
+        address: Address,
+        http: httpx2.AsyncClient,
+        patience_seconds: float,
+        overlap: Overlap,
+    ) -> None:
+        """Connect to ``address``.
+
+        Args:
+            address: of the server.
+            http: for requests; it stays open.
+            patience_seconds: how long to wait for anything.
+            overlap: is told of what comes.
+        """
+        self._address = address
+        self._http = http
+        self._patience_seconds = patience_seconds
+        self._overlap = overlap
+        self._sockets: dict[str, ClientConnection] = {}
+
+    async def perform(self, action: Action) -> Outcome:
+        """Do it, and return what comes of it."""
+        match action:
+            case Connect():
+                return await self._connect(action)
+            case Send(socket, data):
+                return await self._send(socket, data)
+            case Receive(socket, is_patient):
+                seconds = self._patience_seconds if is_patient else _MOMENT_SECONDS
+                return await self._receive(socket, seconds)
+            case Close(socket, manner):
+                return await self._end(socket, manner)
+            case Request():
+                return await self._request(action)
+            case _:
+                assert_never(action)
+
+    async def close(self) -> None:
+        """End what is open."""
+        for socket in self._sockets.values():
+            await socket.close()
+
+    async def _connect(self, asked: Connect) -> Outcome:
+        url = f"{self._address.socket_url}{asked.path}{asked.query}"
+        try:
+            self._sockets[asked.socket] = await connect(
+                url,
+                additional_headers=_sent([*self._address.headers, *asked.headers]),
+                open_timeout=self._patience_seconds,
+                close_timeout=_CLOSE_SECONDS,
+                max_size=None,
+                proxy=self._address.proxy,
+            )
+        except InvalidStatus as refusal:
+            response = refusal.response
+            headers = {name.lower(): value for name, value in response.headers.raw_items()}
+            return Answer(response.status_code, headers, bytes(response.body or b""))
+        except (OSError, WebSocketException) as error:
+            return Unreachable(_reason(error))
+        return Opened()
+
+    async def _send(self, socket: str, data: str | bytes) -> Outcome:
+        try:
+            await self._sockets[socket].send(data)
+        except ConnectionClosed:
+            pass  # a client learns of it as it reads
+        else:
+            self._overlap.sent((id(self), socket), data)
+        return Sent()
+
+    async def _receive(self, socket: str, seconds: float) -> Outcome:
+        try:
+            async with asyncio.timeout(seconds):
+                data = await self._sockets[socket].recv()
+        except TimeoutError:
+            return Silence(seconds)
+        except ConnectionClosed as closed:
+            said = closed.rcvd
+            return Closed(ABNORMAL) if said is None else Closed(said.code, said.reason)
+        self._overlap.received((id(self), socket), data)
+        return Frame(data)
+
+    async def _end(self, socket: str, manner: Manner) -> Outcome:
+        ending = self._sockets.pop(socket)
+        if manner is Manner.DROPPED:
+            ending.transport.abort()
+            await ending.wait_closed()
+        else:
+            await ending.close()
+        return Sent()
+
+    async def _request(self, asked: Request) -> Outcome:
+        url = f"{self._address.url}{asked.path}"
+        request = self._http.build_request(asked.method, url, content=asked.body)
+        request.headers = httpx2.Headers(_sent([*request.headers.items(), *asked.headers.items()]))
+        body = bytearray()
+        try:
+            async with aclosing(await self._http.send(request, stream=True)) as response:
+                try:
+                    async for piece in response.aiter_bytes():
+                        body += piece
+                        if asked.max_events and body.count(b"\n\n") >= asked.max_events:
+                            break
+                except httpx2.RemoteProtocolError:
+                    pass  # broken off: what came has to speak for itself
+                return Answer(response.status_code, dict(response.headers), bytes(body))
+        except httpx2.ConnectError as error:
+            return Unreachable(_reason(error))
+        except httpx2.TimeoutException:
+            return Silence(self._patience_seconds)
+        except httpx2.TransportError as error:
+            return Unreachable(_reason(error))
+
+
+def _sent(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return ``headers`` as they are sent: of a name the last counts, and one that is empty is
+    left out."""
+    last = {name.lower(): value for name, value in headers}
+    return [(name, value) for name, value in last.items() if value]
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

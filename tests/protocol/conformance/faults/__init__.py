@@ -1,0 +1,1 @@
+"""Servers with one fault each. ``catalogue`` lists them."""
