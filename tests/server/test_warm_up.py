@@ -290,8 +290,8 @@ async def test_a_follower_with_other_tools_spares_what_is_the_same() -> None:
 async def test_it_is_filled_from_what_it_follows() -> None:
     async with serving("Rain.", "Sun.") as server, server.connect() as client:
         first = (await client.create(store=False))[-1]["response"]
+        before = server.engine.counters.tokens_forwarded  # it is filled from when it is asked for
         parent = await followed(client, first, QUESTION, generate=False)
-        before = server.engine.counters.tokens_forwarded
         new = parent["usage"]["input_tokens"] - (context_length(first))
         await until(lambda: server.engine.counters.tokens_forwarded >= before + new)
         response = await followed(client, parent)
