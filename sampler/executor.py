@@ -33,6 +33,7 @@ from weakref import ref
 import torch
 
 from sampler.cache_pool import MemoryUse
+from sampler.cancellation import ended
 from sampler.engine_error import EngineError, failure_of
 from sampler.job import Job
 from sampler.kv_cache import KVCache
@@ -324,13 +325,6 @@ def _nothing() -> None:
 
 async def _outlasting_cancellation(done: "asyncio.Future[None]") -> None:
     """Wait until it is ``done``. A cancellation is raised only then."""
-    is_cancelled = False
-    while not done.done():
-        try:
-            await asyncio.wait([done])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        raise asyncio.CancelledError
+    await ended(done)
     if not done.cancelled():
         done.result()

@@ -14,10 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
-from protocol.items import CallOutput, InputItem, Message
+from protocol.items import InputItem, Message
 from sampler.chat_template import ChatFormat
 from sampler.conversation import Conversation, ConversationError
-from sampler.recorded_turn import Call, Item, RecordedTurn, calls_in
+from sampler.recorded_turn import (
+    Item,
+    RecordedTurn,
+    answerable_calls,
+    next_turn,
+    plain_items,
+    turn_at,
+)
 from sampler.snapshot import num_common
 from sampler.truncation import truncations
 
@@ -70,14 +77,14 @@ def encode(
     items = conversation.items
     if known is not None and goes_on_from(known.conversation, conversation):
         start = len(known.conversation.items) - 1
-        token_ids = list(known.token_ids[: -len(_turn_at(items, start).token_ids)])
+        token_ids = list(known.token_ids[: -len(turn_at(items, start).token_ids)])
     else:
-        start = _next_turn(items, 0)
+        start = next_turn(items, 0)
         token_ids = chat_format.prompt_ids(replace(conversation, items=items[:start]))
     while start < len(items):
-        turn, stop = _turn_at(items, start), _next_turn(items, start + 1)
-        following = _plain(items[start + 1 : stop])
-        calls = _answerable(items[:start], turn, following)
+        turn, stop = turn_at(items, start), next_turn(items, start + 1)
+        following = plain_items(items[start + 1 : stop])
+        calls = answerable_calls(items[:start], turn, following)
         token_ids += turn.token_ids
         token_ids += chat_format.suffix_ids(
             calls, following, enable_thinking=conversation.enable_thinking
@@ -161,30 +168,3 @@ def goes_on_from(known: Conversation, conversation: Conversation) -> bool:
         and list(known.tools) == list(conversation.tools)
         and known.enable_thinking == conversation.enable_thinking
     )
-
-
-def _next_turn(items: Sequence[Item], start: int) -> int:
-    """Return the index of the first recorded turn from ``start`` on, or the number of items."""
-    turns = (i for i in range(start, len(items)) if isinstance(items[i], RecordedTurn))
-    return next(turns, len(items))
-
-
-def _turn_at(items: Sequence[Item], index: int) -> RecordedTurn:
-    turn = items[index]
-    assert isinstance(turn, RecordedTurn)
-    return turn
-
-
-def _plain(items: Iterable[Item]) -> list[InputItem]:
-    return [item for item in items if not isinstance(item, RecordedTurn)]
-
-
-def _answerable(
-    before: Sequence[Item], turn: RecordedTurn, following: Sequence[InputItem]
-) -> list[Call]:
-    """Return the calls of ``turn``, after those made ``before`` that are answered only now."""
-    own = {call.call_id for call in [*turn.calls, *calls_in(following)]}
-    late = {item.call_id for item in following if isinstance(item, CallOutput)} - own
-    if not late:
-        return list(turn.calls)
-    return [*(call for call in calls_in(before) if call.call_id in late), *turn.calls]

@@ -1,11 +1,18 @@
 """An assistant turn as it was sampled."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
 
-from protocol.items import CustomToolCall, FunctionCall, InputItem, Message, ReasoningItem
+from protocol.items import (
+    CallOutput,
+    CustomToolCall,
+    FunctionCall,
+    InputItem,
+    Message,
+    ReasoningItem,
+)
 
 Call: TypeAlias = FunctionCall | CustomToolCall
 TurnItem: TypeAlias = Message | Call | ReasoningItem
@@ -52,3 +59,32 @@ def expanded(items: Iterable[Item]) -> list[InputItem]:
     for item in items:
         flat += item.items if isinstance(item, RecordedTurn) else [item]
     return flat
+
+
+def next_turn(items: Sequence[Item], start: int) -> int:
+    """Return the index of the first recorded turn from ``start`` on, or the number of items."""
+    turns = (i for i in range(start, len(items)) if isinstance(items[i], RecordedTurn))
+    return next(turns, len(items))
+
+
+def turn_at(items: Sequence[Item], index: int) -> RecordedTurn:
+    """Return the recorded turn that is at ``index``."""
+    turn = items[index]
+    assert isinstance(turn, RecordedTurn), "another item is there"
+    return turn
+
+
+def plain_items(items: Iterable[Item]) -> list[InputItem]:
+    """Return those of ``items`` that are no recorded turns."""
+    return [item for item in items if not isinstance(item, RecordedTurn)]
+
+
+def answerable_calls(
+    before: Sequence[Item], turn: RecordedTurn, following: Sequence[InputItem]
+) -> list[Call]:
+    """Return the calls of ``turn``, after those made ``before`` that are answered only now."""
+    own = {call.call_id for call in [*turn.calls, *calls_in(following)]}
+    late = {item.call_id for item in following if isinstance(item, CallOutput)} - own
+    if not late:
+        return list(turn.calls)
+    return [*(call for call in calls_in(before) if call.call_id in late), *turn.calls]

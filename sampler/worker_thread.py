@@ -8,8 +8,11 @@ whole when the caller moves on; work that has not begun is dropped.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
+
+from sampler.cancellation import ended
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,10 +67,7 @@ def _call(work: list[partial[T]]) -> T:
 
 
 async def _wait_through_cancellation(result: "asyncio.Future[T]") -> None:
-    while not result.done():
-        try:
-            await asyncio.wait([result])
-        except asyncio.CancelledError:
-            continue  # the first cancellation is raised once the work is over
+    with suppress(asyncio.CancelledError):  # the first one is raised once the work is over
+        await ended(result)
     if not result.cancelled():
         result.exception()  # looked at, so that asyncio does not report it as never retrieved

@@ -27,6 +27,7 @@ from protocol.client_events import TextFormat
 from protocol.items import InputItem
 from protocol.tools import CallableTool
 from protocol.validation import JsonObject
+from sampler.cancellation import ended
 from sampler.capabilities import Capabilities
 from sampler.conversation import Conversation
 from sampler.counters import Counters, TextWork
@@ -239,7 +240,7 @@ class ChatEngine(Engine):
         finally:
             run.on_wish = None
             reading.cancel()
-            await _ended(reading)
+            await ended(reading)
             self._take_note(run, chat, stream)
 
     def _body(self, run: Run, chat: _Chat) -> bytes:
@@ -463,18 +464,6 @@ class _ChatStream(SegmentStream):
         if self.reason is StopReason.END_OF_TURN and self._turn.calls:
             self.reason = StopReason.TOOL_CALLS
         return outputs
-
-
-async def _ended(task: "asyncio.Task[None]") -> None:
-    """Wait for ``task``, which was cancelled, even on cancellation."""
-    is_cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        raise asyncio.CancelledError
 
 
 def _of_chat(prompt: Prompt) -> ChatPrompt:

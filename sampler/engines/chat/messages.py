@@ -36,7 +36,16 @@ from sampler.engines.chat.tools import (
     tools_to_declare,
 )
 from sampler.params import Constraint, SamplingParams
-from sampler.recorded_turn import Call, Item, RecordedTurn, TurnItem, calls_in
+from sampler.recorded_turn import (
+    Call,
+    Item,
+    RecordedTurn,
+    TurnItem,
+    answerable_calls,
+    next_turn,
+    plain_items,
+    turn_at,
+)
 
 # --- Messages ------------------------------------------------------------------------------------
 
@@ -75,8 +84,8 @@ def messages_of(
     Raises:
         ConversationError: an output answers no call.
     """
-    start = _next_turn(items, 0)
-    head = _plain(items[:start])
+    start = next_turn(items, 0)
+    head = plain_items(items[:start])
     spoken = [_Spoken("system", instructions)] if instructions else []
     messages = _with_outputs(
         [(_message(said, dialect), said.calls) for said in [*spoken, *_spoken(head)]], head
@@ -116,29 +125,18 @@ def _messages_from_turn(items: Sequence[Item], start: int, dialect: ChatDialect)
     """Return the messages from the recorded turn at ``start`` on, if there is one."""
     messages: list[bytes] = []
     while start < len(items):
-        turn, stop = items[start], _next_turn(items, start + 1)
-        assert isinstance(turn, RecordedTurn)
-        following = _plain(items[start + 1 : stop])
-        late = _calls_answered_late(items[:start], turn, following)
+        turn, stop = turn_at(items, start), next_turn(items, start + 1)
+        following = plain_items(items[start + 1 : stop])
         messages += messages_of_turn(turn, dialect)
         messages += _with_outputs(
             [
-                (None, [*late, *turn.calls]),
+                (None, answerable_calls(items[:start], turn, following)),
                 *((_message(said, dialect), said.calls) for said in _spoken(following)),
             ],
             following,
         )
         start = stop
     return messages
-
-
-def _calls_answered_late(
-    before: Sequence[Item], turn: RecordedTurn, following: Sequence[InputItem]
-) -> list[Call]:
-    """Return the calls made ``before`` the turn that are answered only after it."""
-    answered = {item.call_id for item in following if isinstance(item, CallOutput)}
-    late = answered.difference(call.call_id for call in [*turn.calls, *calls_in(following)])
-    return [call for call in calls_in(before) if call.call_id in late] if late else []
 
 
 def _with_outputs(
@@ -193,16 +191,6 @@ def _sampled(turn: RecordedTurn) -> _Spoken:
     for item in turn.items:
         sampled.add(item)
     return sampled
-
-
-def _next_turn(items: Sequence[Item], start: int) -> int:
-    """Return the index of the first recorded turn from ``start`` on, or the number of items."""
-    turns = (i for i in range(start, len(items)) if isinstance(items[i], RecordedTurn))
-    return next(turns, len(items))
-
-
-def _plain(items: Iterable[Item]) -> list[InputItem]:
-    return [item for item in items if not isinstance(item, RecordedTurn)]
 
 
 # --- One message ---------------------------------------------------------------------------------

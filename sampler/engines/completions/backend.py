@@ -27,6 +27,7 @@ from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 
+from sampler.cancellation import ended
 from sampler.capabilities import Capabilities
 from sampler.engine_error import EngineError, failure_of
 from sampler.engines.completions.answer import CompletionsAnswer
@@ -191,7 +192,7 @@ class _CompletionsSession(Session):
 
     async def stop(self, num_tokens: int) -> None:
         self._reading.cancel()
-        await _ended(self._reading)
+        await ended(self._reading)
 
     def end_segment(self) -> None:
         pass  # nobody waits for that
@@ -274,15 +275,3 @@ async def _read_rest(events: EventStream, answer: CompletionsAnswer) -> None:
         async with asyncio.timeout(_REST_SECONDS):
             while not answer.is_overrun and (event := await anext(events, None)) is not None:
                 answer.feed(event)
-
-
-async def _ended(task: "asyncio.Task[None]") -> None:
-    """Wait for ``task``, which was cancelled, even on cancellation."""
-    is_cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        raise asyncio.CancelledError
