@@ -258,6 +258,28 @@ def test_top_p_counts_probabilities_among_the_allowed_tokens() -> None:
     assert set(tokens(logits_of(PROBABILITIES), params, allow(0, 2, 3))) == {3}
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_what_is_drawn_is_the_greatest_with_noise_in_a_nucleus_that_was_sorted_out(
+    spread: float, top_p: float
+) -> None:
+    size, seed = 3000, 9
+    # Rounded, so that many are equally likely.
+    logits = (spread * random_logits(size)).round(decimals=1)
+    probabilities = torch.softmax(logits, dim=-1).double()
+    order = sorted(range(size), key=lambda token: (-probabilities[token].item(), token))
+    before = torch.cumsum(probabilities[order], dim=-1) - probabilities[order]
+    mass_before = dict(zip(order, before.tolist(), strict=True))
+    slack = 1e-5  # where the sum comes within rounding of it, either may be right
+    nucleus = [token for token, mass in mass_before.items() if mass < top_p - slack]
+
+    for position in range(100):
+        noisy = logits.numpy() + gumbel_noise(seed, position, size)
+        drawn = token_at(logits, SamplingParams(top_p=top_p, seed=seed), position)
+        assert mass_before[drawn] < top_p + slack
+        assert noisy[drawn] >= noisy[nucleus].max() - slack
+
+
 def test_of_equally_likely_tokens_the_nucleus_keeps_the_first() -> None:
     assert set(tokens(torch.zeros(4), SamplingParams(top_p=0.4))) == {0, 1}
 
