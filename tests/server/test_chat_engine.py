@@ -13,7 +13,7 @@ from protocol.codec import decode_object, encode
 from sampler.engine_error import EngineError
 from sampler.engines.chat.dialect import CEREBRAS
 from sampler.engines.chat.engine import ChatEngine
-from sampler.engines.endpoint.client import Endpoint, EndpointSettings, EventStream
+from sampler.engines.endpoint.client import Begins, Endpoint, EndpointSettings, EventStream
 from sampler.run import RunState
 from server.ledger import LEDGER_FILE
 from server.settings import Settings
@@ -65,10 +65,12 @@ class SpyingEndpoint(Endpoint):
         super().__init__(settings)
         self.sent: list[bytes] = []
 
-    def stream(self, path: str, body: bytes) -> _AsyncGeneratorContextManager[EventStream, None]:
+    def stream(
+        self, path: str, body: bytes, begins: Begins
+    ) -> _AsyncGeneratorContextManager[EventStream, None]:
         """Send it, and keep it."""
         self.sent.append(body)
-        return super().stream(path, body)
+        return super().stream(path, body, begins)
 
 
 def chat_engine(fake: FakeEndpoint, **settings: Any) -> ChatEngine:
@@ -208,7 +210,7 @@ async def test_usage_and_times_are_what_the_endpoint_tells(design: Design) -> No
             assert turn["endpoint"]["tries"] == 1
             assert turn["endpoint"]["admission"] >= 0
             assert turn["endpoint"]["time_info"]["total_time"] >= 0
-            assert "cache_may_be_gone" not in turn["endpoint"]
+            assert turn["endpoint"].keys() == {"tries", "admission", "time_info"}
         usages = [response["usage"] for response in responses]
         assert sum(usage["input_tokens"] for usage in usages) == sum(n for n, _, _ in counts)
         assert sum(usage["output_tokens"] for usage in usages) == sum(n for _, _, n in counts)
@@ -220,6 +222,37 @@ async def test_usage_and_times_are_what_the_endpoint_tells(design: Design) -> No
             assert report["tokens_forwarded"] == sum(
                 read - cached + written for read, cached, written in counts
             )
+
+
+STOP = Chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+"""An end without any usage."""
+
+
+async def test_usage_that_the_endpoint_does_not_tell_is_estimated_and_said_to_be() -> None:
+    script = [*thinks("Hm."), *says("It is sunny."), STOP, *ends(None)]
+    async with served(script) as (server, fake):
+        response = await post(server, tools=[])
+
+        (turn,) = turns_in([response])
+        usage = response["usage"]
+        assert turn["endpoint"]["usage_is_estimated"] is True
+        assert usage["output_tokens"] == turn["output_tokens"] == 4
+        assert usage["output_tokens_details"]["reasoning_tokens"] == 1
+        assert usage["input_tokens"] == pytest.approx(fake.requests[0].prompt_tokens, abs=2)
+
+
+async def test_what_was_said_before_a_client_wants_no_more_is_estimated() -> None:
+    async with served([*says("It is sunny."), *silence()]) as (server, _), server.http() as http:
+        response = (await http.post("/v1/responses", json=BODY | {"background": True})).json()
+        (run,) = server.any_engine.runs
+        await until(lambda: run.state is RunState.DECODING)
+        await http.post(f"/v1/responses/{response['id']}/cancel")
+        await server.until_free()
+
+        (segment,) = run.segments
+        assert segment.endpoint is not None
+        assert segment.endpoint["usage_is_estimated"] is True
+        assert 0 < segment.output_tokens <= 3
 
 
 async def test_a_run_over_http_goes_on_from_what_is_stored() -> None:
@@ -439,6 +472,16 @@ async def test_how_to_sample_is_passed_on_to_each_segment() -> None:
         del expected["max_output_tokens"], expected["reasoning"]
         for request in fake.requests:
             assert {name: request.body.get(name) for name in expected} == expected
+
+
+async def test_what_the_endpoint_does_not_take_is_renamed_or_left_out() -> None:
+    omitted = frozenset({"seed", "stream_options", "prompt_cache_key", "clear_thinking"})
+    async with served(SUN, omitted=omitted, max_tokens_member="max_tokens") as (server, fake):
+        await post(server, max_output_tokens=100)
+
+        body = fake.requests[0].body
+        assert body["max_tokens"] == 100
+        assert not body.keys() & {*omitted, "max_completion_tokens"}
 
 
 async def test_logprobs_are_passed_on_both_ways() -> None:

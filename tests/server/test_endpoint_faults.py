@@ -138,6 +138,21 @@ FAULTS = {
     "no end at all": Fault(
         [*says("It is"), *ends(None, says_done=False)], says="without a reason", text="It is"
     ),
+    "the endpoint's own end": Fault(
+        [*says("It is"), *ends("error")], says="ended with 'error'", text="It is"
+    ),
+    "the endpoint's own end in a call": Fault(
+        [*calls(("get_weather", OSLO[:9])), *ends("abort")], says="ended with 'abort'"
+    ),
+    "the endpoint's own end before a word": Fault(
+        ends("insufficient_system_resource"), says="insufficient_system_resource", may_pass=True
+    ),
+    "a nameless error": Fault(
+        [Chunk({"object": "error", "message": "no tools", "type": "BadRequest", "code": 400})],
+        "invalid_prompt",
+        400,
+        "no tools",
+    ),
     "a page": Fault(
         [HttpError(200, b"<html>", {"content-type": "text/html"})], says="not with an event stream"
     ),
@@ -509,6 +524,8 @@ PASSING = {
     "rate limit in the stream": breaks(429),
     "overloaded before a word": [*deltas({}), *breaks(503)],
     "cut before a word": [*deltas({}), *cut()],
+    "the endpoint's own end before a word": [*deltas({}), *ends("insufficient_system_resource")],
+    "a proxy's error": refuses(524),
     "no end before a word": [*deltas({}), *ends(None)],
     "cut after white space": [*says("\n\n"), *cut()],
     "nothing at all": ends(None),
@@ -530,6 +547,21 @@ async def test_a_fault_that_passes_takes_time_and_nothing_else(script: Script) -
 
 
 DONE = Chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+MANY = 4
+"""More than a client of OpenAI's would try."""
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_what_breaks_before_a_word_again_and_again_is_waited_for(status: int) -> None:
+    script = [*deltas({"role": "assistant", "content": ""}), *breaks(status)]
+    async with served(*[script] * MANY, SUN) as (server, fake):
+        response = await post(server)
+
+        (turn,) = response["suspend:run"]["turns"]
+        assert text_in(response) == "It is sunny."
+        assert turn["endpoint"]["tries"] == len(fake.requests) == MANY + 1
+
+
 AFTER = {
     "cut": cut(),
     "an error": breaks(503),

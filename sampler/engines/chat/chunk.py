@@ -16,9 +16,22 @@ from protocol.output_items import Logprob, TopLogprob
 from protocol.validation import JsonObject
 from sampler.engine_error import EngineError
 from sampler.engines.chat.json_text import encoded, well_formed
+from sampler.engines.endpoint.errors import EndpointError
+from sampler.run import StopReason
 
 LEGACY_INDEX = -1
 """The index of the one call that the ``function_call`` of old makes."""
+
+STOP_REASONS: Mapping[str, StopReason] = {
+    **dict.fromkeys(("stop", "tool_calls", "function_call"), StopReason.END_OF_TURN),
+    "eos": StopReason.END_OF_TURN,  # Together's
+    **dict.fromkeys(("eos_token", "stop_sequence"), StopReason.END_OF_TURN),  # Hugging Face's TGI
+    "length": StopReason.MAX_OUTPUT_TOKENS,
+    "model_length": StopReason.CONTEXT_LENGTH,  # Mistral's
+    "content_filter": StopReason.CONTENT_FILTER,
+}
+"""What the reasons to finish mean. With any other the endpoint has failed: ``error``, ``abort``
+(vLLM's, SGLang's), ``insufficient_system_resource`` (DeepSeek's), and those of days to come."""
 
 _IMPOSSIBLE = -9999.0
 """OpenAI's logarithm of zero, which JSON has no number for."""
@@ -26,14 +39,14 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True)
 class ChatUsage:
-    """What a request took, in tokens, by the endpoint's count; 0 where it does not say."""
+    """What a request took, in tokens."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int
+    completion_tokens: int
     cached_tokens: int = 0
-    """Of the prompt, those that were not computed again."""
+    """Of the prompt, those that were not computed again; 0 where the endpoint does not say."""
     reasoning_tokens: int = 0
-    """Of the completion, those that were thoughts."""
+    """Of the completion, those that were thoughts; likewise."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +74,17 @@ class Chunk:
     logprobs: tuple[Logprob, ...] = ()
     """Of the text's tokens."""
     pieces: tuple[CallPiece, ...] = ()
-    finish_reason: str | None = None
+    stop_reason: StopReason | None = None
+    """Why nothing more is said."""
     usage: ChatUsage | None = None
     time_info: Mapping[str, float] | None = None
     """Cerebras' times, in seconds."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How long all that it says is."""
+        called = "".join(piece.name + piece.arguments for piece in self.pieces)
+        return len(f"{self.thought}{self.text}{called}".encode())
 
 
 # --- On the wire ---------------------------------------------------------------------------------
@@ -125,6 +145,7 @@ def read_chunk(chunk: JsonObject, *, wants_logprobs: bool = False) -> Chunk:
 
     Raises:
         EngineError: it is no chunk of a chat completion.
+        EndpointError: it says that the endpoint has failed.
     """
     try:
         return _chunk(msgspec.convert(chunk, _Chunk), wants_logprobs)
@@ -134,10 +155,21 @@ def read_chunk(chunk: JsonObject, *, wants_logprobs: bool = False) -> Chunk:
         raise EngineError("expected a chunk of a chat completion: nested too deeply") from None
 
 
+def says_something(chunk: JsonObject) -> bool:
+    """Tell whether ``chunk`` says anything that a client would be given, or that the turn is over.
+
+    Raises:
+        EngineError: as ``read_chunk``.
+    """
+    said = read_chunk(chunk)
+    has_words = bool(said.thought or said.text.strip() or said.pieces)
+    return has_words or said.stop_reason is not None
+
+
 def _chunk(wire: _Chunk, wants_logprobs: bool) -> Chunk:
     usage, time_info = _usage(wire.usage), _time_info(wire.time_info)
     if wire.choices is None:
-        if usage is None:
+        if wire.usage is None:
             raise EngineError("expected a chunk of a chat completion: it has no choices, nor usage")
         return Chunk(usage=usage, time_info=time_info)
     choice = _first(wire.choices)
@@ -152,10 +184,17 @@ def _chunk(wire: _Chunk, wants_logprobs: bool) -> Chunk:
         text=text,
         logprobs=() if logprobs is None else tuple(_logprobs(logprobs)),
         pieces=pieces,
-        finish_reason=choice.finish_reason or None,
+        stop_reason=_stop_reason(choice.finish_reason) if choice.finish_reason else None,
         usage=usage,
         time_info=time_info,
     )
+
+
+def _stop_reason(finish_reason: str) -> StopReason:
+    if finish_reason not in STOP_REASONS:
+        message = f"the endpoint's answer ended with {finish_reason[:80]!r}"
+        raise EndpointError(message, is_transient=True)
+    return STOP_REASONS[finish_reason]
 
 
 def _first(choices: Iterable[_Choice]) -> _Choice:
@@ -232,7 +271,10 @@ def _spelled(token: _TopToken) -> tuple[str, float, tuple[int, ...]]:
 
 
 def _usage(value: Any) -> ChatUsage | None:
+    """Return what was counted, if it was: no prompt is empty, and zeros there say nothing."""
     if not isinstance(value, dict):
+        return None
+    if not _count(value, "prompt_tokens") or not isinstance(value.get("completion_tokens"), int):
         return None
     prompt, completion = value.get("prompt_tokens_details"), value.get("completion_tokens_details")
     return ChatUsage(

@@ -10,8 +10,6 @@ class ChatDialect:
 
     reasoning_field: str | None
     """The member in which a message of the assistant carries its thoughts back; None: nowhere."""
-    max_tokens_field: str
-    """The member that bounds what is sampled."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Members that go along with every request; they replace ours of the same name."""
     takes_allowed_tools: bool = False
@@ -22,20 +20,15 @@ class ChatDialect:
 
 CEREBRAS = ChatDialect(
     reasoning_field="reasoning",  # any other name is refused
-    max_tokens_field="max_completion_tokens",
     # By default GLM forgets its thoughts when the user speaks: nothing behind them stays cached.
     extra={"clear_thinking": False},
     mixes_strict=False,
 )
 """The Cerebras inference API. It refuses requests with members that it does not know."""
 
-COMPATIBLE = ChatDialect(reasoning_field=None, max_tokens_field="max_completion_tokens")
+COMPATIBLE = ChatDialect(reasoning_field=None)
 """What all those take that do as OpenAI's endpoint does. Thoughts are not sent back: there is no
 name for them that all know, and some endpoints refuse what they do not know."""
 
-OPENAI_CHAT = ChatDialect(
-    reasoning_field=None,
-    max_tokens_field="max_completion_tokens",
-    takes_allowed_tools=True,
-)
+OPENAI_CHAT = ChatDialect(reasoning_field=None, takes_allowed_tools=True)
 """OpenAI's own endpoint (OpenAI reference, create a chat completion)."""

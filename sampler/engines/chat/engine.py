@@ -12,15 +12,14 @@ passed on; how long a prompt is can only be guessed until the endpoint has count
 
 import asyncio
 import logging
-import random
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import count, takewhile
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 from protocol.client_events import TextFormat
@@ -33,6 +32,7 @@ from sampler.conversation import Conversation
 from sampler.counters import Counters, TextWork
 from sampler.engine import Engine, SegmentStream
 from sampler.engine_error import EngineError, failure_of
+from sampler.engines.chat.chunk import ChatUsage, says_something
 from sampler.engines.chat.dialect import ChatDialect
 from sampler.engines.chat.messages import (
     messages_after,
@@ -64,21 +64,8 @@ _BYTES_PER_TOKEN = 4
 _MAX_UNREAD = 256
 """How many outputs may wait for a slow client before the endpoint has to."""
 
-_MAX_BEGINNINGS = 3
-"""How often an answer may break off before it has said anything."""
-_BEGIN_AGAIN_SECONDS = 0.05
-"""About how long is waited before it is asked for once more; twice as long the next time."""
-
 _REST_SECONDS = 2.0
 """How long is waited for more once an answer has said why it ends."""
-
-"""What an endpoint answers to a key that it does not let in."""
-
-_REASONS = {
-    "length": StopReason.MAX_OUTPUT_TOKENS,
-    "content_filter": StopReason.CONTENT_FILTER,
-}
-"""Reasons to finish that are not the model's: whatever else is said, it has ended its turn."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +79,7 @@ class ChatPrompt(Prompt):
     @property
     def num_tokens(self) -> int:
         """About how long it is. Only the endpoint can count, and counts what it is sent."""
-        return sum(map(len, self.messages)) // _BYTES_PER_TOKEN
+        return _tokens_in(sum(map(len, self.messages)))
 
     def after(self, turn: RecordedTurn) -> "ChatPrompt":
         messages = self.messages + messages_of_turn(turn, self.dialect)
@@ -108,7 +95,6 @@ class _Chat:
     """The same for whatever begins like it, in any dialect: so it finds the endpoint's cache."""
     num_told: int = 0
     """How long the context was, by the endpoint's count, when the last segment ended."""
-    turn: ChatTurn | None = None
     cache_may_be_gone: bool = False
 
 
@@ -194,7 +180,7 @@ class ChatEngine(Engine):
         return await self.lay_out(replace(conversation, items=[*conversation.items, *coda]), known)
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        return [len(text.encode()) // _BYTES_PER_TOKEN for text in texts]
+        return [_tokens_in(len(text.encode())) for text in texts]
 
     def thinks(self, conversation: Conversation) -> bool:
         return False  # thoughts have a place of their own, and no marker in the text
@@ -220,18 +206,13 @@ class ChatEngine(Engine):
     @asynccontextmanager
     async def _segment(self, run: Run) -> AsyncGenerator[SegmentStream, None]:
         chat = self._chats[run]
-        body = self._body(run, chat)
-        call_ids = {call.call_id for call in calls_in(chat.prompt.conversation.items)}
-
-        def new_turn() -> ChatTurn:
-            chat.turn = ChatTurn(
-                ToolNames(chat.prompt.conversation.tools),
-                taken_call_ids=call_ids,
-                wants_logprobs=run.params.top_logprobs is not None,
-            )
-            return chat.turn
-
-        stream = _ChatStream(run, self._endpoint, body, new_turn)
+        conversation = chat.prompt.conversation
+        turn = ChatTurn(
+            ToolNames(conversation.tools),
+            taken_call_ids={call.call_id for call in calls_in(conversation.items)},
+            wants_logprobs=run.params.top_logprobs is not None,
+        )
+        stream = _ChatStream(run, self._endpoint, self._body(run, chat), turn)
         run.segments[-1].handed_at = time.monotonic()
         reading = asyncio.create_task(stream.run(), name=f"chat {run.id}")
         run.on_wish = stream.wake
@@ -253,24 +234,31 @@ class ChatEngine(Engine):
             params=params,
             dialect=self._dialect,
             max_tokens=params.max_output_tokens or self._max_tokens,
+            max_tokens_member=self._endpoint.settings.max_tokens_member,
+            omitted=self._endpoint.settings.omitted,
             cache_key=chat.cache_key,
             effort=params.reasoning_effort,
         )
 
     def _take_note(self, run: Run, chat: _Chat, stream: "_ChatStream") -> None:
-        """Put down what the endpoint told of the segment."""
-        segment, turn, events = run.segments[-1], chat.turn, stream.events
+        """Put down what the endpoint told of the segment, and about how long what it did not count
+        was."""
+        segment, turn, events = run.segments[-1], stream.turn, stream.events
         told: JsonObject = {}
         if events is not None:
             told |= {"tries": events.tries, "admission": events.queued_seconds}
-        if turn is not None and turn.time_info is not None:
+        if turn.time_info is not None:
             told["time_info"] = dict(turn.time_info)
         if chat.cache_may_be_gone:
             told["cache_may_be_gone"] = True
+        if turn.usage is None:
+            told["usage_is_estimated"] = True
         segment.endpoint = told
-        if turn is None or turn.usage is None:
-            return
-        usage = turn.usage
+        usage = turn.usage or ChatUsage(
+            segment.input_tokens,
+            _tokens_in(turn.num_bytes),
+            reasoning_tokens=_tokens_in(turn.num_thought_bytes),
+        )
         segment.input_tokens = usage.prompt_tokens
         segment.cached_tokens = usage.cached_tokens
         segment.output_tokens = usage.completion_tokens
@@ -323,17 +311,14 @@ class _ChatStream(SegmentStream):
     endpoint to say something.
     """
 
-    def __init__(
-        self, run: Run, endpoint: Endpoint, body: bytes, new_turn: Callable[[], ChatTurn]
-    ) -> None:
+    def __init__(self, run: Run, endpoint: Endpoint, body: bytes, turn: ChatTurn) -> None:
+        self.turn = turn
         self.events: EventStream | None = None
-        """How the answer came about, once there is one."""
+        """How the answer came about, once it has begun."""
         self._run = run
         self._segment = run.segments[-1]
         self._endpoint = endpoint
         self._body = body
-        self._new_turn = new_turn
-        self._turn = new_turn()
         self._unread: deque[TurnOutput] = deque()
         self._error: EngineError | None = None
         self._is_over = False
@@ -343,18 +328,14 @@ class _ChatStream(SegmentStream):
 
     @property
     def calls(self) -> Sequence[Call]:
-        return self._turn.calls
+        return self.turn.calls
 
     # --- The task that reads ----------------------------------------------------------------------
 
     async def run(self) -> None:
         """Read the segment to its end."""
         try:
-            for num_tries in count(1):
-                if await self._try(is_last=num_tries == _MAX_BEGINNINGS):
-                    break
-                logger.info("run %s: its answer broke off before it began", self._run.id)
-                await asyncio.sleep(random.uniform(0.5, 1) * _BEGIN_AGAIN_SECONDS * num_tries)
+            await self._read_answer()
         except EngineError as error:
             self._error = error
         except Exception as error:
@@ -363,27 +344,19 @@ class _ChatStream(SegmentStream):
         self._is_over = True
         self._news.set()
 
-    async def _try(self, *, is_last: bool) -> bool:
-        """Read an answer; False if it broke off before it said anything, and may be had again."""
+    async def _read_answer(self) -> None:
+        """Read the answer; what goes wrong when all was said is no fault."""
         try:
-            async with self._endpoint.stream(PATH, self._body) as events:
+            async with self._endpoint.stream(PATH, self._body, says_something) as events:
                 self.events = events
                 self._segment.started_at = events.sent_at
                 await self._read_all(events)
-                if self._turn.finish_reason is None:
-                    raise EndpointError(
-                        "the endpoint's answer ended without a reason to", is_transient=True
-                    )
+                if self.turn.stop_reason is None:
+                    raise EndpointError("the endpoint's answer ended without a reason to")
         except EndpointError as error:
-            if self._turn.finish_reason is not None:
-                logger.info("run %s: %s, when all was said", self._run.id, error)
-                return True
-            has_begun = self.events is not None and not self._turn.has_said_anything
-            if is_last or not has_begun or not error.is_transient:
+            if self.turn.stop_reason is None:
                 raise
-            self.events, self._turn = None, self._new_turn()
-            return False
-        return True
+            logger.info("run %s: %s, when all was said", self._run.id, error)
 
     async def _read_all(self, events: EventStream) -> None:
         """Read ``events`` to their end, for which is waited a little once the turn is over: what
@@ -391,8 +364,8 @@ class _ChatStream(SegmentStream):
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as deadline:
                 async for event in events:
-                    await self._give(self._turn.feed(event))
-                    if self._turn.finish_reason is not None and deadline.when() is None:
+                    await self._give(self.turn.feed(event))
+                    if self.turn.stop_reason is not None and deadline.when() is None:
                         now = asyncio.get_running_loop().time()
                         deadline.reschedule(now + _REST_SECONDS)
 
@@ -450,7 +423,7 @@ class _ChatStream(SegmentStream):
         if self._error is not None:
             raise self._error
         self._begin_decoding()
-        self.reason = _REASONS.get(self._turn.finish_reason or "", StopReason.END_OF_TURN)
+        self.reason = self.turn.stop_reason
         return ()
 
     def _begin_decoding(self) -> None:
@@ -460,8 +433,8 @@ class _ChatStream(SegmentStream):
     def finish(self) -> Sequence[TurnOutput]:
         if self.reason is self._run.wanted_stop:
             return ()  # what has come since then is not wanted
-        outputs = self._turn.finish()
-        if self.reason is StopReason.END_OF_TURN and self._turn.calls:
+        outputs = self.turn.finish()
+        if self.reason is StopReason.END_OF_TURN and self.turn.calls:
             self.reason = StopReason.TOOL_CALLS
         return outputs
 
@@ -469,6 +442,11 @@ class _ChatStream(SegmentStream):
 def _of_chat(prompt: Prompt) -> ChatPrompt:
     assert isinstance(prompt, ChatPrompt), "a prompt goes to the engine that made it"
     return prompt
+
+
+def _tokens_in(num_bytes: int) -> int:
+    """Return about how many tokens so much text is."""
+    return -(-num_bytes // _BYTES_PER_TOKEN)
 
 
 def _cache_key(prompt: ChatPrompt) -> str:

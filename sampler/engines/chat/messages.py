@@ -6,7 +6,7 @@ the messages of a conversation grow at their end only, however the conversation 
 encoded once and sent again as the same bytes, and the endpoint finds its own cache again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -239,6 +239,8 @@ def request_body(
     params: SamplingParams,
     dialect: ChatDialect,
     max_tokens: int,
+    max_tokens_member: str = "max_completion_tokens",
+    omitted: Collection[str] = (),
     cache_key: str | None = None,
     effort: str | None = None,
 ) -> bytes:
@@ -253,6 +255,8 @@ def request_body(
         dialect: the endpoint's.
         max_tokens: always sent, as endpoints count it against their rate limits beforehand, and
             where there is none the rest of the context.
+        max_tokens_member: what the endpoint calls that.
+        omitted: members that are left out.
         cache_key: the same for all requests of a run, to find the cache of its prefix.
         effort: how much the model is to think; None leaves it to the endpoint.
     """
@@ -260,7 +264,7 @@ def request_body(
         "model": model,
         "stream": True,
         "stream_options": {"include_usage": True},
-        dialect.max_tokens_field: max_tokens,
+        max_tokens_member: max_tokens,
         **_sampling_members(params),
     }
     if cache_key is not None:
@@ -271,7 +275,8 @@ def request_body(
         members["response_format"] = _response_format(constraint.text_format)
     if tools:
         members |= choice_members(tools, constraint, dialect)
-    parts = [encoded(members | dict(dialect.extra))[:-1]]
+    members |= dialect.extra
+    parts = [encoded({name: members[name] for name in members if name not in omitted})[:-1]]
     if tools:
         declared = tools_json(tools_to_declare(tools, constraint, dialect), dialect)
         parts += [b',"tools":', declared]

@@ -29,8 +29,7 @@ from protocol.output_items import Logprob
 from protocol.tools import split_name
 from protocol.validation import JsonObject
 from sampler.engine_error import EngineError
-from sampler.engines.chat.chunk import CallPiece, Chunk, read_chunk
-from sampler.engines.chat.chunk import ChatUsage as ChatUsage
+from sampler.engines.chat.chunk import CallPiece, ChatUsage, Chunk, read_chunk
 from sampler.engines.chat.json_text import object_in
 from sampler.engines.chat.tools import ToolNames, input_in
 from sampler.outputs import (
@@ -42,10 +41,8 @@ from sampler.outputs import (
     TextDelta,
 )
 from sampler.recorded_turn import Call
+from sampler.run import StopReason
 from sampler.sampled_turn import TurnOutput, new_call_id
-
-_CUT_SHORT = (None, "length", "content_filter")
-"""Reasons to finish that are not the model's; None: the stream broke off."""
 
 _MAX_ID_LENGTH = 64
 """The longest ``call_id`` that clients can store."""
@@ -72,14 +69,16 @@ class ChatTurn:
         """
         self.calls: list[Call] = []
         """The complete calls, in the order in which they began."""
-        self.finish_reason: str | None = None
-        """Why the endpoint stopped, in its own word; None until it says so."""
+        self.stop_reason: StopReason | None = None
+        """Why the endpoint stopped; None until it says so."""
         self.usage: ChatUsage | None = None
         """What the request took, as the endpoint said last."""
+        self.num_bytes = 0
+        """How long all that the endpoint has said is."""
+        self.num_thought_bytes = 0
+        """How much of that were thoughts."""
         self.time_info: Mapping[str, float] | None = None
         """The times that Cerebras tells, in seconds."""
-        self.has_said_anything = False
-        """Whether there was any output: until then the request can be made again."""
         self._names = names
         self._taken_call_ids = set(taken_call_ids)
         self._wants_logprobs = wants_logprobs
@@ -96,12 +95,15 @@ class ChatTurn:
 
         Raises:
             EngineError: it is no chunk of a chat completion.
+            EndpointError: the endpoint says that it has failed.
         """
         said = read_chunk(chunk, wants_logprobs=self._wants_logprobs)
-        self.finish_reason = said.finish_reason or self.finish_reason
+        self.stop_reason = said.stop_reason or self.stop_reason
         self.usage = said.usage or self.usage
         self.time_info = said.time_info or self.time_info
-        return self._given([*self._think(said), *self._write(said), *self._call(said)])
+        self.num_bytes += said.num_bytes
+        self.num_thought_bytes += len(said.thought.encode())
+        return [*self._think(said), *self._write(said), *self._call(said)]
 
     def finish(self) -> list[TurnOutput]:
         """Return what was held back; the turn is over.
@@ -112,11 +114,7 @@ class ChatTurn:
         if self._is_finished:
             return []
         self._is_finished = True
-        return self._given(list(self._rest()))
-
-    def _given(self, outputs: list[TurnOutput]) -> list[TurnOutput]:
-        self.has_said_anything = self.has_said_anything or bool(outputs)
-        return outputs
+        return list(self._rest())
 
     # --- Thoughts and text ------------------------------------------------------------------------
 
@@ -218,7 +216,7 @@ class ChatTurn:
     # --- The end ----------------------------------------------------------------------------------
 
     def _rest(self) -> Iterator[TurnOutput]:
-        was_cut = self.finish_reason in _CUT_SHORT
+        was_cut = self.stop_reason is not StopReason.END_OF_TURN
         if not was_cut and any(call.arguments and not call.name for call in self._begun):
             raise EngineError("the endpoint sent arguments for a tool that it never named")
         for call in self._begun[len(self.calls) :]:

@@ -13,12 +13,21 @@ from msgspec import Struct
 from protocol.validation import JsonObject
 from sampler.engine_error import EngineError
 from sampler.engines.completions.dialect import CompletionsDialect
+from sampler.engines.endpoint.errors import EndpointError
 from sampler.run import StopReason
 from sampler.sampling import Sampled, TokenLogprobs
 from sampler.tokenizer import Tokenizer
 
 _ID_PREFIX = "token_id:"
 """What vLLM spells a token with, by its id."""
+
+
+_STOP_REASONS = {
+    "stop": StopReason.END_OF_TURN,
+    "length": StopReason.CONTEXT_LENGTH,  # before it was as long as it might be here
+    "content_filter": StopReason.CONTENT_FILTER,
+}
+"""What the reasons to finish mean. With any other the endpoint has failed."""
 
 
 class _Logprobs(Struct):
@@ -48,6 +57,34 @@ class _Chunk(Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     time_info: Any = None
+
+
+def says_something(event: JsonObject) -> bool:
+    """Tell whether ``event`` has tokens, text, or a reason to end.
+
+    Raises:
+        EngineError: it is no chunk of a completion.
+        EndpointError: there is nothing but the end, and it is no good one.
+    """
+    choices = _chunk(event).choices
+    choice = choices[0] if choices else _Choice()
+    if choice.text or choice.tokens or choice.token_ids:
+        return True
+    if choice.finish_reason is not None and choice.finish_reason not in _STOP_REASONS:
+        raise _no_good_end(choice.finish_reason)
+    return choice.finish_reason is not None
+
+
+def _chunk(event: JsonObject) -> _Chunk:
+    try:
+        return msgspec.convert(event, _Chunk)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise EngineError(f"expected a chunk of a completion: {error}"[:300]) from None
+
+
+def _no_good_end(finish_reason: str) -> EndpointError:
+    message = f"the endpoint's answer ended with {finish_reason[:80]!r}"
+    return EndpointError(message, is_transient=True)
 
 
 class CompletionsAnswer:
@@ -106,10 +143,7 @@ class CompletionsAnswer:
             EngineError: it is no chunk of a completion, or text without its ids, or has ids that
                 the model does not have; or the completion ends for no good reason.
         """
-        try:
-            chunk = msgspec.convert(event, _Chunk)
-        except (msgspec.ValidationError, RecursionError) as error:
-            raise EngineError(f"expected a chunk of a completion: {error}"[:300]) from None
+        chunk = _chunk(event)
         self._usage = chunk.usage or self._usage
         if isinstance(chunk.time_info, dict):
             self.time_info = chunk.time_info
@@ -165,17 +199,12 @@ class CompletionsAnswer:
         return self._limit if self.num_sampled >= self.max_tokens else None
 
     def _finish(self, finish_reason: str) -> Iterator[Sampled]:
-        match finish_reason:
-            case "stop":
-                self.num_sampled += 1
-                yield Sampled(self._end_of_turn)
-                self.reason = StopReason.END_OF_TURN
-            case "length":  # before it was as long as it might be here
-                self.reason = StopReason.CONTEXT_LENGTH
-            case "content_filter":
-                self.reason = StopReason.CONTENT_FILTER
-            case _:
-                raise EngineError(f"the endpoint's answer ended with {finish_reason[:80]!r}")
+        if finish_reason not in _STOP_REASONS:
+            raise _no_good_end(finish_reason)
+        self.reason = _STOP_REASONS[finish_reason]
+        if self.reason is StopReason.END_OF_TURN:
+            self.num_sampled += 1
+            yield Sampled(self._end_of_turn)
         if not self.num_sampled:
             raise EngineError(f"the endpoint sampled nothing, and ended with {finish_reason!r}")
 

@@ -30,7 +30,7 @@ from dataclasses import replace
 from sampler.cancellation import ended
 from sampler.capabilities import Capabilities
 from sampler.engine_error import EngineError, failure_of
-from sampler.engines.completions.answer import CompletionsAnswer
+from sampler.engines.completions.answer import CompletionsAnswer, says_something
 from sampler.engines.completions.dialect import DIALECTS, CompletionsDialect, request_body
 from sampler.engines.endpoint.client import Endpoint, EventStream
 from sampler.engines.endpoint.errors import EndpointError
@@ -162,8 +162,9 @@ class CompletionsBackend(TokenBackend):
             max_tokens=answer.max_tokens,
             stop_ids=self._language.tokenizer.stop_ids,
             dialect=self._dialect,
+            omitted=self._endpoint.settings.omitted,
         )
-        return self._endpoint.stream(PATH, body)
+        return self._endpoint.stream(PATH, body, says_something)
 
 
 class _CompletionsSession(Session):

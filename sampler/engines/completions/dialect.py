@@ -1,6 +1,6 @@
 """What endpoints for completions are asked for the next tokens of a run, each in its own way."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -62,6 +62,7 @@ def request_body(
     max_tokens: int,
     stop_ids: Iterable[int],
     dialect: CompletionsDialect,
+    omitted: Collection[str] = (),
 ) -> bytes:
     """Return a request for what follows ``token_ids``, and nothing of it as text only.
 
@@ -72,6 +73,7 @@ def request_body(
         max_tokens: the most tokens; where it is missing, the rest of the context is charged.
         stop_ids: what ends the turn.
         dialect: what the endpoint takes.
+        omitted: members that are left out.
     """
     body: JsonObject = {
         "model": model,
@@ -92,7 +94,7 @@ def request_body(
         body |= dialect.extra_for_logprobs or {}
     if dialect.takes_stop_ids:
         body["stop_token_ids"] = sorted(stop_ids)
-    return encode(body)
+    return encode({name: body[name] for name in body if name not in omitted})
 
 
 def _seed_at(position: int, seed: int) -> int:

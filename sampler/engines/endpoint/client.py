@@ -3,12 +3,13 @@ messages.
 
 One ``Endpoint`` serves all runs of a process. A segment is one POST whose answer is an event
 stream. A request waits at the gate (``gate``), goes out over a connection that was used
-before if there is one, and is tried again, with its place kept, for as long as nothing of an answer
-was given to the caller and its patience lasts. After that, what breaks is the caller's to know:
-what was said cannot be unsaid.
+before if there is one, and is tried again, with its place kept, for as long as the answer has said
+nothing and its patience lasts. What says nothing is the caller's to tell: many answers begin with
+an event that names the assistant, and break off then. After that, what breaks is the caller's to
+know: what was said cannot be unsaid.
 
-HTTP/1.1 is what is spoken unless HTTP/2 is asked for. With one connection to a stream, leaving a
-stream early closes its connection, so the endpoint stops sampling, and bothers no other stream.
+HTTP/1.1 is what is spoken. With one connection to a stream, leaving a stream early closes its
+connection, so the endpoint stops sampling, and bothers no other stream.
 httpcore2 (2.16) resets no HTTP/2 stream that is left: the endpoint goes on to the end, at our cost,
 and what it sends is never acknowledged, so that the connection's window fills up. And a connection
 there fails as a whole when one read of it times out.
@@ -45,6 +46,9 @@ from sampler.engines.endpoint.server_sent_events import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+Begins: TypeAlias = Callable[[JsonObject], bool]
+"""Tells whether an event says anything that its caller has a use for. What it raises is raised."""
+
 _Attempt: TypeAlias = Callable[[AsyncExitStack, Ticket], Awaitable[T]]
 
 _MAX_DOUBLINGS = 4
@@ -58,9 +62,12 @@ connection is of no more use."""
 _MIN_SECRET_CHARACTERS = 8
 _NO_MODELS_ROUTE = (404, 405, 501)
 _REFUSED_KEY = (401, 403)
+"""Which no waiting mends, where an account without credit (402) may get some any time."""
 _CHECK_SECONDS = 5.0
 """How long a check waits for an endpoint that does not answer. Runs are more patient."""
 _MAX_NAMES = 20
+_NEEDED_MEMBERS = frozenset({"messages", "model", "prompt", "stream", "tools"})
+"""Without them a request asks for nothing, or for something else."""
 _DONE = b"[DONE]"
 
 
@@ -81,11 +88,13 @@ class EndpointSettings:
     doubles with each try, up to 16 times as much."""
     connect_timeout_seconds: float = 5.0
     read_timeout_seconds: float = 60.0
-    """The longest silence of a stream, its first event included."""
+    """The longest silence of a stream, that before its first event included."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Sent with each request. Their values are kept as secret as the key."""
-    http2: bool = False
-    """Whether HTTP/2 is spoken where the endpoint offers it; see above for why not."""
+    max_tokens_member: str = "max_completion_tokens"
+    """The member of a chat request that bounds what is sampled."""
+    omitted: frozenset[str] = frozenset()
+    """Members that are left out of every request, because the endpoint does not take them."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for what cannot be, without saying a key."""
@@ -94,6 +103,12 @@ class EndpointSettings:
             raise ValueError("the URL of an endpoint begins with http:// or https:// and a host")
         if self.max_concurrent < 1:
             raise ValueError("an endpoint takes at least one request at once")
+        if self.read_timeout_seconds <= 0:
+            raise ValueError("an endpoint is given some time to say something")
+        if not self.max_tokens_member:
+            raise ValueError("the member that bounds what is sampled has a name")
+        if needed := sorted(_NEEDED_MEMBERS & {*self.omitted, self.max_tokens_member}):
+            raise ValueError(f"every request needs its {', '.join(needed)}")
         values = [self.api_key or "", *self.headers.values()]
         if not all(value.isascii() and value.isprintable() for value in values):
             raise ValueError("an API key or header has characters that no header can have")
@@ -123,7 +138,7 @@ class EventStream(AsyncIterator[JsonObject]):
         self._read_timeout_seconds = read_timeout_seconds
         self._parser = EventParser()
         self._events: deque[ServerSentEvent] = deque()
-        self._first: JsonObject | None = None
+        self._read_ahead: deque[JsonObject] = deque()
         self._has_ended = False
         self._body_has_ended = False
 
@@ -142,9 +157,20 @@ class EventStream(AsyncIterator[JsonObject]):
         """When it was sent to be answered: ``time.monotonic``, in seconds."""
         return self._ticket.admitted_at
 
-    async def read_first(self) -> None:
-        """Read the first event ahead. An error that it is is raised, as by iterating."""
-        self._first = await self._next()
+    async def read_beginning(self, begins: Begins) -> None:
+        """Read ahead up to the first event that says something.
+
+        Raises:
+            EndpointError: as by iterating, or no event does.
+        """
+        has_begun = False
+        while not has_begun:
+            event = await self._next()
+            if event is None:
+                message = "the endpoint's answer ended before it said anything"
+                raise EndpointError(message, is_transient=True)
+            self._read_ahead.append(event)
+            has_begun = begins(event)
 
     async def __anext__(self) -> JsonObject:
         """Return the next event.
@@ -155,14 +181,14 @@ class EventStream(AsyncIterator[JsonObject]):
             EndpointError: the endpoint says that it failed, what it says is no event of this
                 kind, the connection broke, or nothing came for too long.
         """
-        event, self._first = self._first, None
-        if event is None:
-            try:
-                event = await self._next()
-            except EndpointError:
-                if self.on_failure is not None:
-                    self.on_failure()
-                raise
+        if self._read_ahead:
+            return self._read_ahead.popleft()
+        try:
+            event = await self._next()
+        except EndpointError:
+            if self.on_failure is not None:
+                self.on_failure()
+            raise
         if event is None:
             raise StopAsyncIteration
         return event
@@ -223,6 +249,7 @@ class Endpoint:
     """A remote endpoint, for all runs of an event loop."""
 
     def __init__(self, settings: EndpointSettings) -> None:
+        self.settings = settings
         self.requests = 0
         """Sent, each try counted."""
         self.retries = 0
@@ -234,7 +261,6 @@ class Endpoint:
         self.rate_limits: Mapping[str, str] = {}
         """The latest ``x-ratelimit-`` headers, with names in lower case."""
         self.gate = Gate(settings.max_concurrent, settings.patience_seconds)
-        self._settings = settings
         self._secrets = settings.secrets
         self._client = _client_for(settings)
 
@@ -281,23 +307,25 @@ class Endpoint:
         return models
 
     @asynccontextmanager
-    async def stream(self, path: str, body: bytes) -> AsyncIterator[EventStream]:
+    async def stream(self, path: str, body: bytes, begins: Begins) -> AsyncIterator[EventStream]:
         """POST ``body``, which is JSON, and give the events of the answer.
 
-        Entering waits for admission and for the first event; all tries are made there. Leaving
-        early closes the stream, and with HTTP/1.1 its connection, so that the endpoint need not go
-        on. Cancellation, at any point, does the same; nothing stays behind.
+        Entering waits for admission and for an event that says something; all tries are made
+        there. Leaving early closes the stream, and with it its connection, so that the endpoint
+        need not go on. Cancellation, at any point, does the same; nothing stays behind.
 
         Args:
             path: joined to the base URL: ``/chat/completions``.
             body: of the request.
+            begins: tells whether an event says something. Until one does, nothing is given, and the
+                request can be made again.
 
         Raises:
             EndpointError: the request was refused, or patience is at an end.
         """
 
         async def attempt(trying: AsyncExitStack, ticket: Ticket) -> EventStream:
-            return await self._begin(trying, ticket, path, body)
+            return await self._begin(trying, ticket, path, body, begins)
 
         async with AsyncExitStack() as stack:
             try:
@@ -350,13 +378,13 @@ class Endpoint:
             raise error or _closed_for(closed.seconds) from None
         if ticket.deadline is None:
             now = asyncio.get_running_loop().time()
-            ticket.deadline = now + self._settings.patience_seconds
+            ticket.deadline = now + self.settings.patience_seconds
 
     def _take_note_of_failure(self, error: EndpointError, ticket: Ticket) -> float:
         """Return after how many seconds to try again, if at all, and tell the gate."""
         seconds = error.retry_after_seconds
         if seconds is None:
-            seconds = _backoff(self._settings.backoff_seconds, ticket.num_admissions)
+            seconds = _backoff(self.settings.backoff_seconds, ticket.num_admissions)
         if error.status == 429:
             self.rate_limited += 1
             if error.is_transient:
@@ -376,21 +404,21 @@ class Endpoint:
     # One try.
 
     async def _begin(
-        self, trying: AsyncExitStack, ticket: Ticket, path: str, body: bytes
+        self, trying: AsyncExitStack, ticket: Ticket, path: str, body: bytes, begins: Begins
     ) -> EventStream:
         response, chunks = await self._send(trying, "POST", path, body)
         kind = response.headers.get("content-type", "text/event-stream")
         if "text/event-stream" not in kind:
             raise EndpointError(f"the endpoint answered with {kind[:80]}, not with an event stream")
-        events = EventStream(chunks, ticket, self._secrets, self._settings.read_timeout_seconds)
+        events = EventStream(chunks, ticket, self._secrets, self.settings.read_timeout_seconds)
         trying.push_async_callback(events.drain)
-        await events.read_first()
+        await events.read_beginning(begins)
         events.on_failure = self._count_failure
         return events
 
     async def _get_models(self, trying: AsyncExitStack, ticket: Ticket) -> JsonObject:
         _, chunks = await self._send(trying, "GET", "/models", None)
-        with _as_endpoint_errors(self._settings.read_timeout_seconds):
+        with _as_endpoint_errors(self.settings.read_timeout_seconds):
             body = b"".join([chunk async for chunk in chunks])
         try:
             return decode_object(body)
@@ -404,7 +432,7 @@ class Endpoint:
         request = self._client.build_request(method, path, content=body)
         if body is not None:
             request.headers["content-type"] = "application/json"
-        with _as_endpoint_errors(self._settings.read_timeout_seconds):
+        with _as_endpoint_errors(self.settings.read_timeout_seconds):
             response = await self._client.send(request, stream=True)
         trying.push_async_callback(response.aclose)
         chunks = await trying.enter_async_context(aclosing(response.aiter_bytes()))
@@ -417,7 +445,7 @@ class Endpoint:
     async def _read_beginning(self, chunks: AsyncIterator[bytes]) -> bytes:
         """Return what an error says, as far as it can be read."""
         said = b""
-        with suppress(EndpointError), _as_endpoint_errors(self._settings.read_timeout_seconds):
+        with suppress(EndpointError), _as_endpoint_errors(self.settings.read_timeout_seconds):
             async for chunk in chunks:
                 said += chunk
                 if len(said) > _MAX_ERROR_BYTES:
@@ -441,7 +469,6 @@ def _client_for(settings: EndpointSettings) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         base_url=url,
         headers=headers,
-        http2=settings.http2,
         verify=url.scheme != "http",  # certificates take long to read, and are not needed there
         timeout=httpx2.Timeout(
             settings.read_timeout_seconds, connect=settings.connect_timeout_seconds, pool=None

@@ -25,8 +25,9 @@ RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 INVALID_PROMPT = "invalid_prompt"
 
-TRANSIENT_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-"""After which the same request may succeed: those of OpenAI's and Cerebras' own SDKs, and 425."""
+_TRANSIENT_REFUSALS = frozenset({408, 409, 425, 429})
+_LASTING_FAILURES = frozenset({501, 505})
+"""Not implemented, and no such version of HTTP: that does not change in time."""
 
 
 class EndpointError(EngineError):
@@ -112,9 +113,14 @@ def error_of_answer(
 
 
 def error_in_stream(event: JsonObject, secrets: Collection[str]) -> EndpointError | None:
-    """Return the error that ``event``, out of a stream, is, or None for one that is none."""
+    """Return the error that ``event``, out of a stream, is, or None for one that is none.
+
+    It is nested, or else flat: a message with its code or type, where an answer has choices.
+    """
     if not event.get("error"):
-        return None
+        if "message" not in event or "choices" in event or not event.keys() & {"code", "type"}:
+            return None
+        event = {"error": event}
     said = _said_by(event)
     return _error(_status_in(event, said), said, secrets, None)
 
@@ -136,9 +142,18 @@ def _error(
         code=meaning.code,
         status=status,
         # An account without credit is told as a rate limit by some, and stays without.
-        is_transient=status in TRANSIENT_STATUSES and said.code != "insufficient_quota",
+        is_transient=_may_pass(status) and said.code != "insufficient_quota",
         retry_after_seconds=retry_after_seconds,
     )
+
+
+def _may_pass(status: int) -> bool:
+    """Tell whether the same request may succeed later.
+
+    OpenAI's SDK tries again after 408, 409, 429 and whatever is 500 or more: proxies and content
+    networks have statuses of their own there, like 524 and 529.
+    """
+    return status in _TRANSIENT_REFUSALS or (status >= 500 and status not in _LASTING_FAILURES)
 
 
 def _shortened(message: str, secrets: Collection[str]) -> str:

@@ -3,7 +3,8 @@
 Requests go first come, first served, and a few rules keep an endpoint's rate limits:
 
 * At most ``max_concurrent`` are in flight, up to the last byte of their answers.
-* Of those, at most ``window`` have not been answered yet. It is what is sent into the dark.
+* Of those, at most ``window`` have not been answered yet: nothing was said to them. It is what is
+  sent into the dark.
 * An answer of 429 closes the gate to all, until the time that it names, and halves the window. A
   good answer adds one to it. So what waits before a gate that opens does not rush through: some go,
   and each that gets through lets two more follow. Streams that are being answered do not count, so

@@ -30,16 +30,18 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
     ``retry-after-ms`` is finer than ``retry-after``, so it goes first; the latter is seconds or a
     date (RFC 9110, 10.2.3), which is compared with the answer's own. Limits that are used up count
-    where there is neither.
+    where there is neither. To ask again at once is what nobody who has just refused can mean: what
+    is not later than now says nothing.
     """
     milliseconds = _number(headers.get("retry-after-ms", ""))
-    if milliseconds is not None:
-        return milliseconds / 1000
     value = headers.get("retry-after", "")
-    seconds = _number(value)
-    if seconds is None:
-        seconds = _seconds_until(value, headers.get("date", ""))
-    return exhausted_for(headers) if seconds is None else seconds
+    told = (
+        None if milliseconds is None else milliseconds / 1000,
+        _number(value),
+        _seconds_until(value, headers.get("date", "")),
+        exhausted_for(headers),
+    )
+    return next((seconds for seconds in told if seconds is not None and seconds > 0), None)
 
 
 def exhausted_for(headers: Mapping[str, str]) -> float | None:
@@ -70,7 +72,7 @@ def _seconds_until(date: str, now: str) -> float | None:
     moment = _moment(date)
     if moment is None:
         return None
-    return max((moment - (_moment(now) or datetime.now(UTC))).total_seconds(), 0.0)
+    return (moment - (_moment(now) or datetime.now(UTC))).total_seconds()
 
 
 def _moment(date: str) -> datetime | None:

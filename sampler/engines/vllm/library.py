@@ -6,10 +6,21 @@ project is made for.
 
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
+
+TESTED_VERSION = "0.32"
+"""Of vLLM. Another release may have moved what is used of it, or changed it."""
+
+_MODULES_OF_STREAMING_INPUT = (
+    "vllm.engine.protocol",  # 0.32
+    "vllm.inputs",  # 0.16
+    "vllm.inputs.data",
+    "vllm.v1.engine.async_llm",  # 0.15
+)
 
 
 class VllmError(ValueError):
@@ -50,24 +61,34 @@ def load_library() -> Library:
     """Return vLLM.
 
     Raises:
-        VllmError: it is not installed, or cannot be imported.
+        VllmError: it is not installed, cannot be imported, or lacks what is used of it.
     """
     if find_spec("vllm") is None:
         raise VllmError("vLLM is not installed here; scripts/vllm-env makes an environment with it")
     _set_environment()
     try:
-        llm = import_module("vllm.v1.engine.async_llm").AsyncLLM
+        make_llm = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args
         arguments = import_module("vllm.engine.arg_utils").AsyncEngineArgs
         params = import_module("vllm.sampling_params")
-        inputs = import_module("vllm.engine.protocol")
+        return Library(
+            lambda values: make_llm(arguments(**values)),
+            params.SamplingParams,
+            _streaming_input(),
+            params.RequestOutputKind.DELTA,
+        )
     except (ImportError, AttributeError, RuntimeError) as error:
-        raise VllmError(f"vLLM cannot be imported: {error}") from error
-    return Library(
-        lambda values: llm.from_engine_args(arguments(**values)),
-        params.SamplingParams,
-        inputs.StreamingInput,
-        params.RequestOutputKind.DELTA,
-    )
+        raise VllmError(
+            f"vLLM cannot be used: {error} (vLLM {TESTED_VERSION} is what this was tested with)"
+        ) from error
+
+
+def _streaming_input() -> Callable[[Any, Any], Any]:
+    """Return the type of a chunk of a session, which vLLM has moved from release to release."""
+    for name in _MODULES_OF_STREAMING_INPUT:
+        with suppress(ImportError, AttributeError):
+            found: Callable[[Any, Any], Any] = import_module(name).StreamingInput
+            return found
+    raise ImportError(f"no StreamingInput in {', '.join(_MODULES_OF_STREAMING_INPUT)}")
 
 
 def _set_environment() -> None:

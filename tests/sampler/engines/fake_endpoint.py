@@ -297,6 +297,8 @@ class FakeEndpoint:
         """Whether it lets in only who has ``api_key``."""
         self.models = [MODEL]
         self.has_models_route = True
+        self.models_refusal: Script = ()
+        """What ``refuses`` makes, to be answered in the place of the list of models."""
         self.max_context = 131_072
         """In tokens, of the prompt and the answer."""
         self.cache = PromptCache(seconds=300.0)
@@ -357,7 +359,8 @@ class FakeEndpoint:
     async def _list_models(self, request: Request) -> Response:
         if not self.has_models_route:
             return Response("Not Found", 404)
-        if error := self._check_key(request):
+        for error in self.models_refusal or filter(None, [self._check_key(request)]):
+            assert isinstance(error, HttpError), "it is no stream"
             return Response(error.body, error.status, media_type="application/json")
         data = [
             {"id": name, "object": "model", "created": 1721692800, "owned_by": "Cerebras"}

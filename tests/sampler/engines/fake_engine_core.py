@@ -181,6 +181,8 @@ class FakeEngineCore:
         self.pool = BlockPool(num_blocks, block_size)
         self.turns: deque[Sequence[int]] = deque()
         """What the next turns that begin are going to say, before the model says more."""
+        self.eos_id: int | None = None
+        """What ends a turn too, unless the turn's params ignore it."""
         self.dies_of_empty_turns = False
         """Whether a continued session whose first token is a stop kills the engine (0.25.1)."""
         self.prefilled: dict[str, list[int]] = {}
@@ -386,7 +388,9 @@ class FakeEngineCore:
         request.token_ids.append(token_id)
         request.output_ids.append(token_id)
         finish_reason = None
-        if token_id in params.stop_token_ids:
+        if token_id == self.eos_id and not params.ignore_eos:
+            finish_reason = "stop"
+        elif token_id in params.stop_token_ids:
             finish_reason, request.stop_reason = "stop", token_id
             if self.dies_of_empty_turns and is_continued and len(request.output_ids) == 1:
                 raise EngineDeadError("a turn of no tokens")

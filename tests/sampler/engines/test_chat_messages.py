@@ -136,7 +136,7 @@ def test_who_speaks_next_begins_a_message() -> None:
 def test_thoughts_go_back_where_the_endpoint_takes_them(
     field: str | None, thoughts: dict[str, str]
 ) -> None:
-    dialect = ChatDialect(field, "max_tokens")
+    dialect = ChatDialect(field)
     turn = RecordedTurn((ReasoningItem("Hm."), Message("assistant", "Yes.")), ())
 
     assert laid_out([turn], dialect=dialect) == [
@@ -415,6 +415,7 @@ def body_of(
     dialect: ChatDialect = CEREBRAS,
     cache_key: str | None = None,
     effort: str | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     body = request_body(
         messages,
@@ -426,6 +427,7 @@ def body_of(
         max_tokens=100,
         cache_key=cache_key,
         effort=effort,
+        **settings,
     )
     members = json.loads(body, object_pairs_hook=list)
     names = [name for name, _ in members]
@@ -450,10 +452,29 @@ def test_a_request_is_streamed_bounded_and_counted() -> None:
     }
 
 
+def test_what_an_endpoint_does_not_take_is_renamed_or_left_out() -> None:
+    body = body_of(
+        max_tokens_member="max_tokens",
+        omitted={"seed", "prompt_cache_key", "stream_options", "clear_thinking", "tool_choice"},
+        cache_key="run_1",
+    )
+
+    assert body["max_tokens"] == 100
+    assert body.keys() == {
+        "model",
+        "stream",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "tools",
+        "messages",
+    }
+
+
 def test_a_request_says_what_differs_from_the_defaults() -> None:
     body = body_of(
         params=SamplingParams(presence_penalty=0.5, frequency_penalty=-1, top_logprobs=3),
-        dialect=ChatDialect(None, "max_tokens", {"top_k": 1, "temperature": 0}),
+        dialect=ChatDialect(None, {"top_k": 1, "temperature": 0}),
         cache_key="run_1",
         effort="high",
     )
@@ -461,8 +482,6 @@ def test_a_request_says_what_differs_from_the_defaults() -> None:
     assert body["presence_penalty"] == 0.5
     assert body["frequency_penalty"] == -1
     assert (body["logprobs"], body["top_logprobs"]) == (True, 3)
-    assert body["max_tokens"] == 100
-    assert "max_completion_tokens" not in body
     assert (body["top_k"], body["temperature"]) == (1, 0)
     assert body["prompt_cache_key"] == "run_1"
     assert body["reasoning_effort"] == "high"

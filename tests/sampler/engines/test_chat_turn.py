@@ -17,8 +17,10 @@ from protocol.response_stream import TRANSITIONS, Step, StreamState
 from protocol.tools import CallableTool, CustomTool, FunctionTool
 from protocol.transitions import next_state
 from sampler.engine_error import EngineError
+from sampler.engines.chat.chunk import ChatUsage, says_something
 from sampler.engines.chat.tools import ToolNames, sent_name
-from sampler.engines.chat.turn import ChatTurn, ChatUsage
+from sampler.engines.chat.turn import ChatTurn
+from sampler.engines.endpoint.errors import EndpointError
 from sampler.outputs import (
     ArgumentsDelta,
     CallDone,
@@ -28,6 +30,7 @@ from sampler.outputs import (
     TextDelta,
 )
 from sampler.recorded_turn import Call
+from sampler.run import StopReason
 from sampler.sampled_turn import TurnOutput
 from sampler.turn_reader import joined
 
@@ -123,7 +126,7 @@ def test_thoughts_and_text_come_as_they_are_streamed() -> None:
         [],
         [],
     ]
-    assert turn.finish_reason == "stop"
+    assert turn.stop_reason is StopReason.END_OF_TURN
     assert turn.calls == []
 
 
@@ -450,6 +453,49 @@ def test_arguments_are_told_as_they_were_sampled(arguments: str) -> None:
     ]
 
 
+REASONS = {
+    "stop": StopReason.END_OF_TURN,
+    "tool_calls": StopReason.END_OF_TURN,
+    "function_call": StopReason.END_OF_TURN,
+    "eos": StopReason.END_OF_TURN,
+    "eos_token": StopReason.END_OF_TURN,
+    "stop_sequence": StopReason.END_OF_TURN,
+    "length": StopReason.MAX_OUTPUT_TOKENS,
+    "model_length": StopReason.CONTEXT_LENGTH,
+    "content_filter": StopReason.CONTENT_FILTER,
+}
+
+
+@pytest.mark.parametrize(("finish_reason", "stop_reason"), REASONS.items(), ids=REASONS)
+def test_only_where_the_model_ends_its_turn_are_half_arguments_a_call(
+    finish_reason: str, stop_reason: StopReason
+) -> None:
+    turn = new_turn()
+    half = '{"city": "Os'
+
+    outputs_of([calling(piece(0, "a", "f", half)), chunk(finish_reason)], turn)
+
+    is_the_models = stop_reason is StopReason.END_OF_TURN
+    assert turn.stop_reason is stop_reason
+    assert turn.calls == ([FunctionCall("a", "f", half)] if is_the_models else [])
+
+
+@pytest.mark.parametrize(
+    "finish_reason",
+    ["error", "abort", "insufficient_system_resource", "repetition", "what comes next"],
+)
+def test_any_other_reason_to_finish_is_a_failure_of_the_endpoint(finish_reason: str) -> None:
+    turn = new_turn()
+    turn.feed(calling(piece(0, "a", "f", '{"city": "Os')))
+
+    with pytest.raises(EndpointError, match=f"ended with '{finish_reason}'") as failure:
+        turn.feed(chunk(finish_reason, tool_calls=[piece(0, arguments='lo"}')]))
+
+    assert failure.value.is_transient
+    assert turn.stop_reason is None
+    assert turn.finish() == [], "the call stays open"
+
+
 @pytest.mark.parametrize("cut", [CUT, chunk("content_filter"), chunk()])
 def test_a_call_that_was_cut_short_was_never_made(cut: dict[str, Any]) -> None:
     turn = new_turn()
@@ -652,6 +698,9 @@ def test_calls_are_the_same_however_their_pieces_are_interleaved(
 # --- The books -----------------------------------------------------------------------------------
 
 
+COUNTED = {"prompt_tokens": 5, "completion_tokens": 0}
+
+
 def test_what_a_request_took_is_told_after_the_end() -> None:
     turn = new_turn()
     usage = {
@@ -667,7 +716,6 @@ def test_what_a_request_took_is_told_after_the_end() -> None:
     turn.feed(STOP)
     turn.feed({"usage": usage, "time_info": times})
 
-    assert turn.finish_reason == "stop"
     assert turn.usage == ChatUsage(300, 20, 256, 8)
     assert turn.time_info == {"queue_time": 0.25, "created": 1}
 
@@ -675,12 +723,18 @@ def test_what_a_request_took_is_told_after_the_end() -> None:
 @pytest.mark.parametrize(
     ("usage", "read"),
     [
-        ({"prompt_tokens": 5, "prompt_cache_hit_tokens": 4}, ChatUsage(5, 0, 4)),
-        ({"prompt_tokens": None, "completion_tokens": "7"}, ChatUsage()),
-        ({"prompt_tokens_details": None, "completion_tokens_details": 3}, ChatUsage()),
+        (COUNTED | {"prompt_cache_hit_tokens": 4}, ChatUsage(5, 0, 4)),
+        (COUNTED | {"prompt_tokens_details": None}, ChatUsage(5, 0)),
+        (COUNTED | {"completion_tokens_details": 3}, ChatUsage(5, 0)),
+        (COUNTED | {"completion_tokens": "7"}, None),
+        (COUNTED | {"prompt_tokens": None}, None),
+        (COUNTED | {"prompt_tokens": 0}, None),
+        ({"prompt_tokens": 5}, None),
+        ({}, None),
+        ("odd", None),
     ],
 )
-def test_what_cannot_be_read_of_the_books_is_nothing(usage: Any, read: ChatUsage) -> None:
+def test_what_cannot_be_read_of_the_books_is_nothing(usage: Any, read: ChatUsage | None) -> None:
     turn = new_turn()
 
     turn.feed({"choices": [], "usage": usage})
@@ -688,17 +742,36 @@ def test_what_cannot_be_read_of_the_books_is_nothing(usage: Any, read: ChatUsage
     assert turn.usage == read
 
 
-def test_a_turn_has_said_something_once_the_client_was_given_something() -> None:
+def test_how_long_it_is_is_known_of_what_was_said() -> None:
     turn = new_turn()
 
-    turn.feed(chunk(role="assistant", content=""))
-    turn.feed(chunk(content="\n"))
-    turn.feed({"choices": []})
-    before = turn.has_said_anything
-    turn.feed(chunk(reasoning="Hm."))
+    turn.feed(chunk(reasoning="Hé."))
+    turn.feed(chunk(content="Yes."))
+    turn.feed(calling(piece(0, "a", "f", '{"a":'), piece(1, "b", "g", "{}")))
 
-    assert not before
-    assert turn.has_said_anything
+    assert turn.num_thought_bytes == 4
+    assert turn.num_bytes == 4 + 4 + len('f{"a":g{}')
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (chunk(role="assistant", content=""), False),
+        (chunk(content="\n"), False),
+        (calling({"index": 0}), False),
+        ({"choices": []}, False),
+        ({"choices": [], "usage": COUNTED}, False),
+        (chunk(reasoning="Hm."), True),
+        (chunk(content="Yes."), True),
+        (calling(piece(0, "a", "f")), True),
+        (STOP, True),
+        (CUT, True),
+    ],
+)
+def test_a_chunk_says_something_where_it_has_something_for_the_client(
+    told: dict[str, Any], says: bool
+) -> None:
+    assert says_something(told) is says
 
 
 def test_a_turn_is_finished_once() -> None:
@@ -721,7 +794,7 @@ def test_only_the_first_choice_counts() -> None:
 
     assert turn.feed({"choices": [other]}) == []
     assert turn.feed({"choices": [other, first]}) == [TextDelta("Yes.")]
-    assert turn.finish_reason is None
+    assert turn.stop_reason is None
 
 
 @pytest.mark.parametrize(

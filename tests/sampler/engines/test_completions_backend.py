@@ -6,7 +6,7 @@ seed. So whatever is wrong with a history shows in what is said next.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from hashlib import blake2b
@@ -175,6 +175,7 @@ async def completing(
     model: HashedModel | None = None,
     dialect: str = "cerebras",
     speech: Callable[[Sequence[int], JsonObject], Script] | None = None,
+    at_endpoint: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[FakeEndpoint, TokenEngine]]:
     """Serve an endpoint that says ``scripts``, and then what ``model`` says, and open an engine."""
@@ -182,7 +183,10 @@ async def completing(
         if model is not None:
             say = speech or SPEECH[dialect]
             fake.answer = lambda body: say(model.answer(body), body)
-        endpoint = Endpoint(EndpointSettings(fake.url, API_KEY, patience_seconds=0.0))
+        chosen: dict[str, Any] = {"patience_seconds": 0.0, "backoff_seconds": 0.01}
+        endpoint = Endpoint(
+            EndpointSettings(fake.url, API_KEY, **(chosen | dict(at_endpoint or {})))
+        )
         engine = completions_engine(MODEL, endpoint, tiny_language(), dialect=dialect, **settings)
         try:
             await engine.start()
@@ -531,6 +535,36 @@ async def test_an_error_in_the_middle_fails_the_run_it_hits_while_others_go_on()
         assert "worn out" in str(results[0])
         assert (broken.state, whole.state) == (RunState.FAILED, RunState.COMPLETED)
         assert sampled_spans(broken) == [tuple(spelled("abba"))]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param([*choice(text=""), *breaks(503)], id="an error"),
+        pytest.param([*choice(text=""), *ends(None)], id="an end without a reason"),
+        pytest.param(ends("abort"), id="an end for no good reason"),
+    ],
+)
+async def test_what_breaks_before_the_first_token_is_asked_for_again(fault: Script) -> None:
+    patient = {"patience_seconds": DEADLINE_SECONDS}
+    script = choice(tokens=[AB, IM_END], finish_reason="stop")
+    async with completing(*[fault] * 4, script, at_endpoint=patient) as (fake, engine):
+        run = await open_run(engine)
+        ended = await sample_once(engine, run)
+
+        assert ended.token_ids == (AB, IM_END)
+        assert run.segments[0].endpoint is not None
+        assert run.segments[0].endpoint["tries"] == len(fake.requests) == 5
+
+
+async def test_what_the_endpoint_does_not_take_is_left_out() -> None:
+    omitted = frozenset({"seed", "stream_options"})
+    async with completing(model=HashedModel(0), at_endpoint={"omitted": omitted}) as (fake, engine):
+        fake.answer = lambda body: choice(tokens=[IM_END], finish_reason="stop")
+        await sample_once(engine, await open_run(engine))
+
+        assert not fake.requests[0].body.keys() & omitted
+        assert fake.requests[0].body["max_tokens"] > 0
 
 
 async def test_what_the_endpoint_refuses_fails_the_run_with_its_code() -> None:

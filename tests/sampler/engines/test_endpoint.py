@@ -8,12 +8,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
 
 from protocol.codec import encode
 from protocol.validation import JsonObject
+from sampler.engines.chat.chunk import says_something
 from sampler.engines.endpoint.client import Endpoint, EndpointSettings
 from sampler.engines.endpoint.errors import MAX_MESSAGE_CHARACTERS, EndpointError
 from tests.sampler.engines.fake_endpoint import (
@@ -26,6 +29,7 @@ from tests.sampler.engines.fake_endpoint import (
     breaks,
     chat_request,
     cut,
+    deltas,
     ends,
     fake_endpoint,
     refuses,
@@ -65,7 +69,8 @@ async def events_of(
     endpoint: Endpoint, content: str = "Hello?", **members: Any
 ) -> list[JsonObject]:
     """Return the events of one answer."""
-    async with endpoint.stream(CHAT, encode(chat_request(content, **members))) as events:
+    body = encode(chat_request(content, **members))
+    async with endpoint.stream(CHAT, body, says_something) as events:
         return [event async for event in events]
 
 
@@ -87,7 +92,7 @@ async def failure_of(endpoint: Endpoint) -> EndpointError:
 async def test_a_stream_gives_the_events_up_to_done() -> None:
     async with talking(says("Hello there.")) as (fake, endpoint):
         before = time.monotonic()
-        async with endpoint.stream(CHAT, encode(chat_request())) as stream:
+        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
             events = [event async for event in stream]
 
         request = fake.requests[0]
@@ -105,7 +110,7 @@ async def test_a_stream_gives_the_events_up_to_done() -> None:
 async def test_completions_are_streamed_too() -> None:
     async with talking(says("Hello")) as (_, endpoint):
         body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 10, "stream": True}
-        async with endpoint.stream("/completions", encode(body)) as stream:
+        async with endpoint.stream("/completions", encode(body), bool) as stream:
             texts = [event["choices"][0]["text"] async for event in stream]
 
     assert "".join(texts) == "Hello"
@@ -125,7 +130,7 @@ async def test_compressed_events_come_as_they_are_said() -> None:
     go_on = asyncio.Event()
     async with talking([*says("one"), *waits(go_on), *says("two")]) as (fake, endpoint):
         fake.compresses = True
-        async with endpoint.stream(CHAT, encode(chat_request())) as stream:
+        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
             events = [await anext(stream), await anext(stream)]
             assert text_in(events) == "one"
             go_on.set()
@@ -143,16 +148,6 @@ async def test_a_body_that_ends_without_done_ends_the_stream(finish_reason: str 
     assert ("finish_reason" in events[-1]["choices"][0]) == (finish_reason is not None)
 
 
-async def test_a_stream_without_events_is_one() -> None:
-    async with talking(ends(None)) as (_, endpoint):
-        assert await events_of(endpoint) == []
-
-
-async def test_an_endpoint_that_speaks_no_http2_is_spoken_to_without() -> None:
-    async with talking(says("Hi"), http2=True) as (_, endpoint):
-        assert text_in(await events_of(endpoint)) == "Hi"
-
-
 async def test_the_latest_limits_are_shown() -> None:
     async with talking(says("Hi")) as (_, endpoint):
         await events_of(endpoint)
@@ -163,10 +158,14 @@ async def test_the_latest_limits_are_shown() -> None:
 # --- Trying again --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 504])
+TRANSIENT = [408, 409, 425, 429, 500, 502, 503, 504, 507, 520, 522, 524, 529]
+LASTING = [400, 401, 402, 403, 404, 413, 422, 501, 505]
+
+
+@pytest.mark.parametrize("status", TRANSIENT)
 async def test_what_may_pass_is_tried_again(status: int) -> None:
     async with talking(refuses(status, retry_after_ms="1"), says("Hi")) as (fake, endpoint):
-        async with endpoint.stream(CHAT, encode(chat_request())) as stream:
+        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
             text = text_in([event async for event in stream])
 
         assert (text, stream.tries) == ("Hi", 2)
@@ -175,7 +174,7 @@ async def test_what_may_pass_is_tried_again(status: int) -> None:
         assert endpoint.rate_limited == (status == 429)
 
 
-@pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 413, 422, 501])
+@pytest.mark.parametrize("status", LASTING)
 async def test_what_stays_as_it_is_is_not_tried_again(status: int) -> None:
     async with talking(refuses(status, retry_after_ms="1"), says("Hi")) as (_, endpoint):
         error = await failure_of(endpoint)
@@ -195,9 +194,31 @@ async def test_milliseconds_go_before_seconds(status: int) -> None:
 
 
 async def test_a_date_says_when_to_try_again() -> None:
-    past = refuses(503, retry_after="Wed, 21 Oct 2015 07:28:00 GMT")
-    async with talking(past, says("Hi"), backoff_seconds=1000) as (_, endpoint):
-        assert text_in(await events_of(endpoint)) == "Hi"
+    in_an_hour = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+    async with talking(refuses(503, retry_after=in_an_hour)) as (_, endpoint):
+        error = await failure_of(endpoint)
+
+    assert error.retry_after_seconds == pytest.approx(3600, abs=30)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"retry_after": "0"},
+        {"retry_after_ms": "0"},
+        {"retry_after": "Wed, 21 Oct 2015 07:28:00 GMT"},
+    ],
+)
+async def test_who_may_try_again_at_once_waits_longer_each_time(
+    status: int, told: dict[str, Any]
+) -> None:
+    async with talking(patience_seconds=0.2, backoff_seconds=0.05) as (fake, endpoint):
+        fake.answer = lambda body: refuses(status, **told)
+        error = await asyncio.wait_for(failure_of(endpoint), DEADLINE_SECONDS)
+
+        assert error.retry_after_seconds is None
+        assert endpoint.requests < 20
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -267,6 +288,57 @@ async def test_an_error_as_first_event_is_tried_again() -> None:
         assert (endpoint.requests, endpoint.rate_limited) == (3, 1)
 
 
+@pytest.mark.parametrize("status", TRANSIENT)
+async def test_what_may_pass_may_be_said_in_the_stream(status: int) -> None:
+    async with talking(breaks(status), says("Hi")) as (_, endpoint):
+        assert text_in(await events_of(endpoint)) == "Hi"
+
+
+@pytest.mark.parametrize("status", LASTING)
+async def test_what_stays_as_it_is_may_be_said_in_the_stream(status: int) -> None:
+    async with talking(breaks(status), says("Hi")) as (_, endpoint):
+        error = await failure_of(endpoint)
+
+        assert (error.status, error.is_transient) == (status, False)
+        assert endpoint.requests == 1
+
+
+SILENT: dict[str, Script] = {
+    "a role": deltas({"role": "assistant", "content": ""}),
+    "white space": says("\n\n"),
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [breaks(503), breaks(429), cut(), ends(None), ends(None, says_done=False)]
+)
+@pytest.mark.parametrize("beginning", SILENT.values(), ids=SILENT)
+async def test_what_breaks_before_it_says_anything_is_tried_again(
+    beginning: Script, fault: Script
+) -> None:
+    faults = [[*beginning, *fault]] * 5
+    async with talking(*faults, [*beginning, *says("Hi")]) as (_, endpoint):
+        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
+            text = text_in([event async for event in stream])
+
+        assert (text.strip(), stream.tries) == ("Hi", 6), "nothing of the others is given"
+        assert endpoint.rate_limited == (5 if fault == breaks(429) else 0)
+        assert endpoint.failures == 0
+
+
+@pytest.mark.parametrize("beginning", SILENT.values(), ids=SILENT)
+async def test_what_never_says_anything_fails_when_patience_ends(beginning: Script) -> None:
+    async with talking(patience_seconds=0.2, backoff_seconds=0.02) as (fake, endpoint):
+        fake.answer = lambda body: [*beginning, *breaks(429, "busy")]
+        error = await asyncio.wait_for(failure_of(endpoint), DEADLINE_SECONDS)
+
+        assert (error.status, endpoint.failures) == (429, 1)
+        assert endpoint.requests > 3
+        last = fake.requests[-1].received_at
+        assert last - fake.requests[0].received_at < 0.2 + 0.1
+
+
 async def test_a_refusal_as_first_event_is_not_tried_again() -> None:
     async with talking(breaks(400, "bad"), says("Hi")) as (_, endpoint):
         error = await failure_of(endpoint)
@@ -276,7 +348,7 @@ async def test_a_refusal_as_first_event_is_not_tried_again() -> None:
 
 async def test_a_later_error_is_not_tried_again() -> None:
     async with talking([*says("Hi"), *breaks(503, "lost")], says("Hi")) as (_, endpoint):
-        async with endpoint.stream(CHAT, encode(chat_request())) as stream:
+        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
             said = [await anext(stream), await anext(stream)]
             with pytest.raises(EndpointError, match="lost") as failure:
                 await anext(stream)
@@ -339,7 +411,7 @@ async def test_an_endpoint_that_is_not_there_fails() -> None:
 
 async def test_leaving_early_closes_the_stream() -> None:
     async with talking([*says("Hi"), *silence()], says("Hi")) as (fake, endpoint):
-        async with endpoint.stream(CHAT, encode(chat_request())) as stream:
+        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
             await anext(stream)
         await asyncio.wait_for(fake.requests[0].over.wait(), DEADLINE_SECONDS)
 
@@ -492,6 +564,18 @@ async def test_every_status_has_its_meaning(script: Script, code: str, message: 
         ({"error": {"message": "m", "type": "overloaded_error"}}, 503, "server_error"),
         ({"error": {"message": "m"}, "status_code": 401}, 401, "server_error"),
         ({"error": "m"}, 500, "server_error"),
+        (
+            {"object": "error", "message": "m", "type": "BadRequestError", "code": 400},
+            400,
+            "invalid_prompt",
+        ),
+        ({"message": "m", "type": "overloaded_error"}, 503, "server_error"),
+        ({"message": "m", "code": "rate_limit_exceeded"}, 429, "rate_limit_exceeded"),
+        (
+            {"message": "m", "type": "invalid_request_error", "code": "context_length_exceeded"},
+            400,
+            "context_length_exceeded",
+        ),
     ],
 )
 async def test_every_form_of_an_error_in_a_stream_is_read(
@@ -501,6 +585,16 @@ async def test_every_form_of_an_error_in_a_stream_is_read(
         error = await failure_of(endpoint)
 
     assert (error.status, error.code) == (status, code)
+    assert str(error).endswith("refused the API key" if status == 401 else ": m")
+
+
+@pytest.mark.parametrize("event", [{"message": "m", "code": 1, "choices": []}, {"message": "m"}])
+async def test_what_is_not_quite_an_error_is_none(event: JsonObject) -> None:
+    async with (
+        talking([Chunk(event), *says("Hi")]) as (_, endpoint),
+        endpoint.stream(CHAT, encode(chat_request()), bool) as stream,
+    ):
+        assert await anext(stream) == event
 
 
 async def test_an_answer_that_is_no_event_stream_fails() -> None:
@@ -558,7 +652,16 @@ def test_a_key_that_no_header_can_have_is_refused_unsaid(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"base_url": "ftp://x"}, {"base_url": "x"}, {"max_concurrent": 0}]
+    "settings",
+    [
+        {"base_url": "ftp://x"},
+        {"base_url": "x"},
+        {"max_concurrent": 0},
+        {"read_timeout_seconds": 0},
+        {"omitted": frozenset({"seed", "messages"})},
+        {"max_tokens_member": "model"},
+        {"max_tokens_member": ""},
+    ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
@@ -583,6 +686,24 @@ async def test_an_endpoint_without_a_list_of_models_has_none() -> None:
 
         assert await endpoint.list_models() is None
         assert endpoint.failures == 0
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_check_fails_where_the_key_is_refused(status: int) -> None:
+    async with talking() as (fake, endpoint):
+        fake.models_refusal = refuses(status)
+        with pytest.raises(EndpointError, match="refused the API key"):
+            await endpoint.check_model(MODEL)
+
+
+async def test_a_check_warns_of_an_account_without_credit_which_may_get_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with talking() as (fake, endpoint):
+        fake.models_refusal = refuses(402)
+        await endpoint.check_model(MODEL)
+
+    assert "the endpoint's account has no credit: runs may fail" in caplog.text
 
 
 async def test_the_list_of_models_needs_the_key() -> None:

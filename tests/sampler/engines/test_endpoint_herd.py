@@ -1,7 +1,9 @@
 """Many runs at one endpoint: they share what it allows, and none is lost."""
 
 import asyncio
+import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ from tests.sampler.engines.fake_endpoint import (
     DEADLINE_SECONDS,
     FakeEndpoint,
     Script,
+    breaks,
+    deltas,
     refuses,
     says,
     waits,
@@ -23,18 +27,18 @@ NUM_PLACES = 8
 class BusyEndpoint:
     """What a fake says that answers few at a time, and refuses all others."""
 
-    def __init__(self, fake: FakeEndpoint) -> None:
+    def __init__(self, fake: FakeEndpoint, refusal: Script) -> None:
         self.in_flight: list[int] = []
         """How many requests were there when each came, itself included."""
         self.num_refused = 0
         self._fake = fake
-        self._answered = 0
+        self._refusal = refusal
 
     def __call__(self, body: JsonObject) -> Script:
         self.in_flight.append(self._fake.in_flight)
         if self._fake.in_flight > NUM_PLACES:
             self.num_refused += 1
-            return refuses(429, retry_after_ms="60")
+            return self._refusal
         return [*waits(0.01), *says(name_of(body))]
 
 
@@ -56,10 +60,21 @@ async def test_no_more_are_in_flight_than_allowed_and_the_first_come_is_served_f
         assert all(abs(number - place) < 4 for place, number in enumerate(came))
 
 
+REFUSALS = {
+    "for a while": refuses(429, retry_after_ms="60"),
+    "for who knows how long": refuses(429),
+    "in the stream": breaks(429),
+    "in the stream after a role": [*deltas({"role": "assistant"}), *breaks(429)],
+}
+
+
 @pytest.mark.slow
-async def test_a_storm_of_refusals_loses_nobody_and_does_not_come_again() -> None:
-    async with talking(max_concurrent=64, patience_seconds=DEADLINE_SECONDS) as (fake, endpoint):
-        busy = fake.answer = BusyEndpoint(fake)
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
+async def test_a_storm_of_refusals_loses_nobody_and_does_not_come_again(refusal: Script) -> None:
+    async with talking(
+        max_concurrent=64, patience_seconds=DEADLINE_SECONDS, backoff_seconds=0.1
+    ) as (fake, endpoint):
+        busy = fake.answer = BusyEndpoint(fake, refusal)
         names = [f"run {number}" for number in range(NUM_RUNS)]
         answers = await asyncio.wait_for(
             asyncio.gather(*(events_of(endpoint, name) for name in names)), DEADLINE_SECONDS
@@ -70,6 +85,21 @@ async def test_a_storm_of_refusals_loses_nobody_and_does_not_come_again() -> Non
         assert len(fake.requests) < 3 * NUM_RUNS
         assert max(busy.in_flight[NUM_RUNS:]) <= NUM_RUNS / 2, "no second herd"
         assert endpoint.rate_limited == endpoint.retries == busy.num_refused
+        assert endpoint.failures == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [{"retry_after": "0"}, {"retry_after_ms": "0"}])
+async def test_a_herd_that_may_come_again_at_once_does_not(told: dict[str, Any]) -> None:
+    opens_at = time.monotonic() + 1.0
+    async with talking(patience_seconds=DEADLINE_SECONDS, backoff_seconds=0.2) as (fake, endpoint):
+        fake.answer = lambda body: (
+            refuses(429, **told) if time.monotonic() < opens_at else says("Hi")
+        )
+        names = [f"run {number}" for number in range(NUM_PLACES)]
+        await asyncio.gather(*(events_of(endpoint, name) for name in names))
+
+        assert NUM_PLACES <= endpoint.rate_limited < 4 * NUM_PLACES
         assert endpoint.failures == 0
 
 

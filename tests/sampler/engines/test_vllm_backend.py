@@ -9,7 +9,6 @@ import pytest
 
 from sampler.engine_error import EngineError
 from sampler.engines.vllm.backend import VllmBackend, vllm_engine
-from sampler.engines.vllm.library import VllmError, load_library
 from sampler.engines.vllm.processor import SegmentProcessor
 from sampler.outputs import Output, SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
@@ -154,6 +153,16 @@ async def test_log_probabilities_are_those_of_the_model_in_every_turn(vllm: Vllm
 
 
 # --- What ends a turn ----------------------------------------------------------------------------
+
+
+async def test_only_what_ends_a_turn_here_ends_it_there(vllm: Vllm) -> None:
+    vllm.llm.core.eos_id = 71
+    vllm.llm.core.turns.append([70, 71, 72, IM_END])
+    run = vllm.open(PROMPT, GREEDY, Constraint())
+
+    await play(vllm, run)
+
+    assert run.tokens.since(len(PROMPT)) == [70, 71, 72, IM_END]
 
 
 async def test_a_turn_ends_where_the_request_has_it_end(vllm: Vllm) -> None:
@@ -480,11 +489,6 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
         await engine.start()
     await engine.stop()
     engine.close()
-
-
-def test_a_missing_vllm_is_said() -> None:
-    with pytest.raises(VllmError, match="scripts/vllm-env"):
-        load_library()
 
 
 async def test_what_it_says_of_itself(vllm: Vllm) -> None:
