@@ -39,7 +39,8 @@
 | `rate_limit_exceeded`                | more is waiting, or open, than the server holds (429)     |
 | `upgrade_required`                   | a GET where only a WebSocket is spoken (426)              |
 | `server_error`                       | our own doing, where no response is there to fail (500)   |
-| none                                 | a call without output, an output without call             |
+| none                                 | a call without output, an output without call; a path     |
+|                                      | with nothing at it (404)                                  |
 
 Where no status is given it is 400, which is final for every client. 409, 422, 429 and 5xx make the
 SDKs and Codex send the same request again, so they are not for what would fail again. Nor is 404
@@ -370,6 +371,13 @@ def too_many_connections(limit: int) -> ProtocolError:
 
 
 # --- The server ----------------------------------------------------------------------------------
+
+
+def unknown_path(path: str) -> ProtocolError:
+    return ProtocolError(
+        f"there is nothing at {_quote(path)}; the API is at /v1/responses and /v1/models",
+        status=404,
+    )
 
 
 def upgrade_required() -> ProtocolError:

@@ -7,11 +7,11 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import httpx2
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,44 +19,83 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from protocol.conformance.catalogue import CHECKS, chosen
 from protocol.conformance.check import Check, Cost, Target, Way, affordable
 from protocol.conformance.play import Result
+
+# scripts/conform starts Python with -P, and scripts/ is no installed package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 from scripts.conformance.address import Address, address_of
 from scripts.conformance.fuzz import fuzz_checks
-from scripts.conformance.report import STYLES, as_json, as_junit, is_clean, print_report
+from scripts.conformance.listing import Listing, UnreachableError, listing_of
+from scripts.conformance.report import (
+    STYLES,
+    as_json,
+    as_junit,
+    counts,
+    is_clean,
+    print_plain,
+    print_report,
+)
 from scripts.conformance.suite import Played, Suite, not_run
-from scripts.conformance.wires import http_client
+from scripts.conformance.tokens import estimated_input
 
 INTERRUPTED = 130
 """Exit status, as shells give it after Ctrl-C."""
 
 
+def _writable(file: Path | None) -> Path | None:
+    """Open it before anything is sent: results are not to be lost to a wrong path.
+
+    Raises:
+        BadParameter: it cannot be opened.
+    """
+    try:
+        if file is not None:
+            file.open("ab").close()  # an older report stays until there is another
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {file}: {error.strerror}") from None
+    return file
+
+
 def main(
-    url: Annotated[str, typer.Argument(help="Of the server, such as http://127.0.0.1:8000/v1.")],
+    url: Annotated[
+        str,
+        typer.Argument(help="Of the API, such as http://127.0.0.1:8000/v1; /v1 may be left out."),
+    ],
     model: Annotated[
-        str | None, typer.Option(help="Asked for by each request.", show_default="the first listed")
+        str | None,
+        typer.Option(help="Named in each request.", show_default="the first that is listed"),
     ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="CONFORM_API_KEY", help="Sent as a bearer token.", show_default=False),
     ] = None,
     dialect: Annotated[
-        list[Way] | None, typer.Option(help="Only this; repeatable.", show_default="all")
+        list[Way] | None,
+        typer.Option(help="Only checks in this dialect; repeatable.", show_default="all"),
     ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Only checks of this name or rule, which may have *; repeatable.",
+            help="Only checks of this name or rule, such as 'limit-*'; repeatable.",
             show_default="all",
         ),
     ] = None,
     fuzz: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Send up to N frames of junk in each dialect, always the same."
+            min=0,
+            metavar="N",
+            help="Also send up to N frames of junk in each dialect, the same each time.",
         ),
     ] = 0,
     max_requests: Annotated[
-        int, typer.Option(min=1, help="Do not make more; checks beyond it are not run.")
+        int,
+        typer.Option(
+            min=1,
+            help="Do not run checks that would make more. "
+            "The list of models and WebSocket upgrades do not count.",
+        ),
     ] = 1000,
     max_output_tokens: Annotated[
         int, typer.Option(min=16, help="The limit of each response.")
@@ -64,24 +103,37 @@ def main(
     members: Annotated[
         str,
         typer.Option(
-            "--with", metavar="JSON", help='Members of each create: {"reasoning": {"effort": …}}.'
+            "--with",
+            metavar="JSON",
+            help='More members for each create, such as {"reasoning": {"effort": "none"}}.',
         ),
     ] = "{}",
-    jobs: Annotated[int, typer.Option(min=1, help="Checks at a time.")] = 8,
+    jobs: Annotated[int, typer.Option(min=1, help="How many checks run at a time.")] = 8,
     timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Wait for any one thing so long.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long to wait for any one thing.")
     ] = 30.0,
     list_checks: Annotated[
-        bool, typer.Option("--list", help="Say what would be checked, and what it costs.")
+        bool,
+        typer.Option("--list", help="Print what would be checked and what it costs; send nothing."),
     ] = False,
     as_document: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
     junit: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a JUnit report.", show_default="none")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=_writable,
+            help="Write a JUnit report too.",
+            show_default="none",
+        ),
     ] = None,
 ) -> None:
-    """Check a server, and end with status 0 if nothing failed."""
+    """Check a server of the Responses API.
+
+    The exit status is 0 if a check passed, and none failed or is in error; 1 if not.
+    It is 2 for wrong options, and 130 after an interruption.
+    """
     try:
         address = address_of(url, api_key)
         extra = _members(members)
@@ -90,27 +142,31 @@ def main(
     checks = chosen((*CHECKS, *fuzz_checks(fuzz)), dialect or (), only or ())
     if not checks:
         raise typer.BadParameter("no check is of these dialects and names")
+    target = Target(model, max_output_tokens, extra, api_key is not None)
     out = Console(width=None if sys.stdout.isatty() else 120)
     messages = Console(stderr=True)
     if list_checks:
-        _print_list(out, checks)
+        _print_list(out, checks, target)
         return
-    target = Target(
-        model or _first_model(address, timeout), max_output_tokens, extra, api_key is not None
-    )
+    listing = _listing(address, timeout)
+    if listing.note:
+        print_plain(messages, listing.note)
+    target = replace(target, model=model or listing.first)
     paid = affordable(checks, max_requests)
     _print_budget(messages, address, target, checks, paid)
     with Screen(messages, len(paid)) as screen:
         suite = Suite(address, target, screen, jobs, timeout)
         is_interrupted = _is_interrupted(suite, paid)
     all_played = _in_order(checks, paid, screen.played)
-    notes = ["the server takes one response at a time"] if suite.overlap.is_serial else []
-    if junit is not None:
-        junit.write_bytes(as_junit(all_played))
-    if as_document:
-        print(as_json(address.url, all_played, notes))
-    else:
-        print_report(out, all_played, notes)
+    notes = list(filter(None, [listing.note, *_notes(suite, all_played)]))
+    try:
+        if as_document:
+            print(as_json(address.url, all_played, notes))
+        else:
+            print_report(out, all_played, notes)
+    finally:  # whoever reads the one may have gone away, and the other is still of use
+        if junit is not None:
+            _write(junit, as_junit(all_played))
     if is_interrupted:
         raise typer.Exit(INTERRUPTED)
     if not is_clean(all_played):
@@ -127,32 +183,23 @@ def _members(text: str) -> dict[str, Any]:
     return members
 
 
-def _first_model(address: Address, timeout: float) -> str | None:
-    """Return the first model that the server lists; None if it lists none.
+def _listing(address: Address, timeout: float) -> Listing:
+    """Return what the server lists.
 
     Raises:
         SystemExit: nobody is there.
     """
-
-    async def listed() -> httpx2.Response:
-        async with http_client(address, timeout) as http:
-            return await http.get(f"{address.url}/models")
-
     try:
-        answer = asyncio.run(listed())
-    except httpx2.TransportError as error:
-        raise SystemExit(f"conform: cannot connect to {address.url}: {error}") from None
-    try:
-        return str(answer.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
-        return None
+        return asyncio.run(listing_of(address, timeout))
+    except UnreachableError as error:
+        raise SystemExit(f"conform: {error}") from None
 
 
-def _print_list(console: Console, checks: Sequence[Check]) -> None:
+def _print_list(console: Console, checks: Sequence[Check], target: Target) -> None:
     for check in checks:
-        console.print(f"{check.name}  {check.says}", highlight=False, markup=False, soft_wrap=True)
-        source = f"    {check.rule.id}: {check.rule.source}; {check.num_requests} requests"
-        console.print(source, highlight=False, markup=False, soft_wrap=True, style="dim")
+        print_plain(console, f"{check.name}  {check.says}")
+        source = f"{check.rule.id}: {check.rule.source}"
+        print_plain(console, f"    {source}; {_cost([check], target)}", style="dim")
 
 
 def _print_budget(
@@ -162,17 +209,36 @@ def _print_budget(
     checks: Sequence[Check],
     paid: Sequence[Check],
 ) -> None:
-    cost = Cost.of(paid, target)
     model = target.model or "the server's model"
     left_out = len(checks) - len(paid)
-    console.print(
-        f"{len(paid)} checks of {model} at {address.url}: at most {cost.num_requests:,} requests "
-        f"and {cost.num_output_tokens:,} output tokens"
+    print_plain(
+        console,
+        f"{len(paid)} checks of {model} at {address.url}: {_cost(paid, target)}"
         + (f"; {left_out} checks are beyond --max-requests" if left_out else ""),
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
+
+
+def _cost(checks: Sequence[Check], target: Target) -> str:
+    cost = Cost.of(checks, target)
+    return (
+        f"at most {cost.num_requests:,} requests and {cost.num_output_tokens:,} output tokens, "
+        f"about {estimated_input(checks, target):,} input tokens"
+    )
+
+
+def _notes(suite: Suite, all_played: Sequence[Played]) -> Iterator[str]:
+    """Return what is to be known beside the results."""
+    if suite.overlap.is_serial:
+        yield "the server takes one response at a time"
+    if not counts(all_played)[Result.PASSED]:
+        yield "no check passed, so nothing is known to be right"
+
+
+def _write(file: Path, report: bytes) -> None:
+    try:
+        file.write_bytes(report)
+    except OSError as error:
+        raise SystemExit(f"conform: cannot write {file}: {error.strerror}") from None
 
 
 def _is_interrupted(suite: Suite, checks: Sequence[Check]) -> bool:

@@ -7,7 +7,7 @@
 | `SendBytes`  | `Sent`                                                                     |
 | `Receive`    | `Frame`, `Closed`, or `Silence`                                            |
 | `Close`      | `Sent`                                                                     |
-| `Request`    | `Answer`, or `Silence`                                                     |
+| `Request`    | `Answer`, `Closed`, or `Silence`                                           |
 | `Together`   | each scenario's return value, in order; it is for ``play`` to play them    |
 
 Of any of them may come ``Unreachable``. A connection is known by the name that its scenario gives
@@ -120,7 +120,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class Closed:
-    """The server has ended the connection; 1006 where it did so without a word (RFC 6455, 7.4)."""
+    """The server has ended the connection; 1006 where it did so without a word (RFC 6455, 7.4), or
+    where what it sent made us do so, as the reason says then."""
 
     code: int
     reason: str = ""

@@ -3,16 +3,25 @@
 On a WebSocket streams are told apart by their lanes, and acknowledgements by what they acknowledge.
 """
 
+from collections.abc import Sequence
+
 from protocol.codec import decode_object
 from protocol.conformance.rules import NonconformityError, Rule, require
+from protocol.conformance.server_sent_events import ServerSentEvent, sent_events
 from protocol.conformance.shapes import (
     TERMINAL_TYPES,
     Event,
     check_error,
     check_event,
     check_response,
+    is_extension,
 )
-from protocol.conformance.stream_grammar import check_end, check_stream, is_acknowledgement
+from protocol.conformance.stream_grammar import (
+    check_end,
+    check_stream,
+    is_acknowledgement,
+    target_of,
+)
 from protocol.errors import ProtocolError
 
 _DONE = "[DONE]"
@@ -61,7 +70,11 @@ class CapturedSocket:
 
     def _check_rest(self, lane: str | None) -> None:
         """Check that ``lane`` has ended what it says, or is suspended: then it may be given up."""
-        told = [e["type"] for e in self._speaking.get(lane, ()) if not is_acknowledgement(e)]
+        told = [
+            event["type"]
+            for event in self._speaking.get(lane, ())
+            if not is_acknowledgement(event) and not is_extension(event)
+        ]
         is_at_rest = not told or told[-1] in _RESTS
         require(is_at_rest, Rule.LANE_ORDER, f"a new response after {told[-1:]} of another")
 
@@ -72,7 +85,7 @@ class CapturedSocket:
 
     def _target_of(self, event: Event) -> list[Event]:
         """Return the stream of what ``event`` acknowledges; what fails need not have one."""
-        target = event.get("response_id") or event["steer"].get("previous_response_id")
+        target = target_of(event)
         for stream in self._streams:
             if stream[0].get("response", {}).get("id") == target:
                 return stream
@@ -80,15 +93,19 @@ class CapturedSocket:
         require(is_failure, Rule.ACKNOWLEDGEMENTS, f"an acknowledgement of nothing: {event}")
         return []
 
-    def judge(self) -> None:
-        """Judge every stream that ended.
+    def judge(self, *, only_whole: bool = False) -> None:
+        """Judge every stream: one that has not ended as the beginning of a right one.
+
+        Args:
+            only_whole: whether those that have not ended are left out.
 
         Raises:
             NonconformityError: by the grammar.
         """
         for stream in self._streams:
-            if any(event["type"] in TERMINAL_TYPES for event in stream):
-                check_stream(stream)
+            is_whole = any(event["type"] in TERMINAL_TYPES for event in stream)
+            if is_whole or not only_whole:
+                check_stream(stream, is_whole=is_whole)
 
 
 def read_event(data: str | bytes) -> Event:
@@ -104,10 +121,20 @@ def read_event(data: str | bytes) -> Event:
         raise NonconformityError(told, Rule.FRAME_IS_JSON) from None
 
 
+def events_in(body: bytes) -> list[Event]:
+    """Return the events of an HTTP stream as far as it came. Each is right; their order may not be.
+
+    Raises:
+        NonconformityError: one of them is none, or lacks members.
+    """
+    events = [read_event(sent.data) for sent in sent_events(body) if not _is_done(sent)]
+    for event in events:
+        check_event(event)
+    return events
+
+
 def read_event_stream(body: bytes, *, judges_frames: bool = True) -> list[Event]:
     """Return the events of a whole HTTP stream, judged.
-
-    An ``error`` event may stand among them, before ``response.failed``.
 
     Args:
         body: of the answer.
@@ -117,43 +144,41 @@ def read_event_stream(body: bytes, *, judges_frames: bool = True) -> list[Event]
     Raises:
         NonconformityError: by the framing, or by the grammar.
     """
-    blocks = [block for block in body.decode(errors="replace").split("\n\n") if block.strip()]
-    read = _read_block if judges_frames else _read_data
-    events = [event for block in blocks if (event := read(block)) is not None]
-    for event in events:
-        if event["type"] != "error":
-            check_event(event)
-    told = [event for event in events if event["type"] != "error"]
-    ends = bool(told) and told[-1]["type"] in TERMINAL_TYPES
+    events = events_in(body)
+    ends = bool(events) and events[-1]["type"] in TERMINAL_TYPES
     require(ends, Rule.ONE_TERMINAL, "the body ended without a terminal event")
-    check_stream(told)
-    is_done = blocks[-1].strip() == f"data: {_DONE}" or not judges_frames
-    require(is_done, Rule.SSE_FRAMES, f"the last block is no [DONE]: {blocks[-1]}")
+    check_stream(events)
+    if judges_frames:
+        _check_frames(sent_events(body))
     return events
 
 
-def _fields(block: str) -> list[tuple[str, ...]]:
-    lines = [line for line in block.splitlines() if not line.startswith(":")]  # comments are legal
-    return [tuple(part.strip() for part in line.split(":", 1)) for line in lines]
+def _check_frames(sent: Sequence[ServerSentEvent]) -> None:
+    """Check how events are framed, and that ``[DONE]``, bare, is the last of them and no other."""
+    *events, last = sent
+    for event in events:
+        require(not _is_done(event), Rule.SSE_FRAMES, "a [DONE] that is not the last event")
+        _check_frame(event)
+    require(_is_done(last), Rule.SSE_FRAMES, f"the last event is no [DONE]: {last.data}")
+    names = _framing(last)
+    require(names == ["data"], Rule.SSE_FRAMES, f"lines {', '.join(names)} with [DONE]")
 
 
-def _read_data(block: str) -> Event | None:
-    """Return the event in ``block``, whatever else is in it."""
-    data = [field[1] for field in _fields(block) if field[0] == "data" and len(field) == 2]
-    return read_event("\n".join(data)) if data and data != [_DONE] else None
+def _check_frame(sent: ServerSentEvent) -> None:
+    names = _framing(sent)
+    is_right = names == ["data", "event"]
+    require(is_right, Rule.SSE_FRAMES, f"lines {', '.join(names)} with {sent.data!r}")
+    (name,), kind = sent.values("event"), read_event(sent.data)["type"]
+    require(kind == name, Rule.SSE_FRAMES, f"event line {name!r} and type {kind!r}")
 
 
-def _read_block(block: str) -> Event | None:
-    fields = _fields(block)
-    if not fields or fields == [("data", _DONE)]:
-        return None
-    names = sorted(field[0] for field in fields)
-    require(names == ["data", "event"], Rule.SSE_FRAMES, f"lines {', '.join(names)} in {block!r}")
-    (name,), (data,) = ([f[1] for f in fields if f[0] == key] for key in ("event", "data"))
-    event = read_event(data)
-    is_right = event.get("type") == name
-    require(is_right, Rule.SSE_FRAMES, f"event line {name!r} and type {event.get('type')!r}")
-    return event
+def _framing(sent: ServerSentEvent) -> list[str]:
+    # Of other fields, such as `retry`, Open Responses says nothing.
+    return sorted(name for name, _ in sent.fields if name in ("event", "data", "id"))
+
+
+def _is_done(sent: ServerSentEvent) -> bool:
+    return sent.data.strip() == _DONE
 
 
 def read_response(body: bytes) -> Event:

@@ -1,32 +1,43 @@
 """Steps of scenarios over HTTP: what a client asks for, and what it expects."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from protocol.codec import encode
-from protocol.conformance.actions import Answer, Request, Silence, Steps
+from protocol.conformance.actions import Answer, Closed, Request, Silence, Steps
 from protocol.conformance.captured import read_event, read_event_stream, read_response
 from protocol.conformance.check import Target
 from protocol.conformance.refusals import Refusal, refusal
 from protocol.conformance.rules import NonconformityError, Rule, expect, require
 from protocol.conformance.shapes import Event
 
+_NO_HEADERS: Mapping[str, str] = {}
 _JSON = {"Content-Type": "application/json"}
 _ERROR_MEMBERS = {"message", "type", "param", "code"}
 
 
 def ask(
-    method: str, path: str, body: bytes | None = None, max_events: int | None = None
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    max_events: int | None = None,
+    headers: Mapping[str, str] = _NO_HEADERS,
 ) -> Steps[Answer]:
-    """Make a request and return the answer, whatever it is.
+    """Make a request and return the answer, whatever it is. A body is JSON unless a header says
+    otherwise.
 
     Raises:
         NonconformityError: there is none.
     """
-    came = yield Request(method, path, body, _JSON if body is not None else {}, max_events)
-    if isinstance(came, Silence):
-        raise NonconformityError(f"no answer in {came.seconds:g} s")
-    assert isinstance(came, Answer)
-    return came
+    kind = _NO_HEADERS if body is None else _JSON
+    match (yield Request(method, path, body, {**kind, **headers}, max_events)):
+        case Closed(code, reason):
+            raise NonconformityError(f"the server closed: {code} {reason}".rstrip())
+        case Silence(seconds):
+            raise NonconformityError(f"no answer in {seconds:g} s")
+        case answer:
+            assert isinstance(answer, Answer)
+            return answer
 
 
 def post(target: Target, path: str = "/responses", **members: Any) -> Steps[Event]:
@@ -69,7 +80,11 @@ def refusal_of(answer: Answer) -> Refusal:
         NonconformityError: it has not the four members.
     """
     error = read_event(answer.body).get("error")
-    is_right = isinstance(error, dict) and set(error) >= _ERROR_MEMBERS
+    is_right = (
+        isinstance(error, dict)
+        and set(error) >= _ERROR_MEMBERS
+        and isinstance(error["param"], str | None)
+    )
     require(is_right, Rule.ERROR_BODY, f"a {answer.status} with the error {error}")
     assert error is not None
     return refusal(answer.status, error)

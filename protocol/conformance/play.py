@@ -8,13 +8,18 @@
     play.verdict
 """
 
-from collections.abc import Generator
+import traceback
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from protocol.conformance.actions import (
     Action,
+    Answer,
+    Connect,
     Frame,
     Outcome,
     Receive,
@@ -27,6 +32,7 @@ from protocol.conformance.captured import CapturedSocket
 from protocol.conformance.check import Check, Target
 from protocol.conformance.rules import NonconformityError, NotSupportedError, Rule, UnusableError
 from protocol.conformance.transcript import Line, Transcript
+from protocol.errors import ProtocolError
 
 
 class Result(StrEnum):
@@ -36,7 +42,7 @@ class Result(StrEnum):
     FAILED = "failed"
     NOT_SUPPORTED = "not supported"
     ERROR = "error"
-    """The server could not be checked."""
+    """The server could not be checked, or the check itself is broken."""
     NOT_RUN = "not run"
 
 
@@ -54,9 +60,11 @@ class Verdict:
     num_requests: int = 0
 
 
-_Failing: TypeAlias = NonconformityError | NotSupportedError | UnusableError
-# A scenario reads what the server sent: that its members are not there is the server's doing.
-_MALFORMED = (LookupError, TypeError, AttributeError)
+_LOCKED = (401, 403, 429)
+"""What is no answer to what was asked: not this client, or not now."""
+_MAX_TOLD = 200
+# Whoever reads what the server sent stumbles over what is not as it should be.
+_Malformed: TypeAlias = LookupError | TypeError | AttributeError | ValueError | ProtocolError
 
 
 class _Wire:
@@ -68,15 +76,39 @@ class _Wire:
         self.num_requests = 0
 
     def take(self, action: Action, outcome: Outcome) -> object:
-        """Keep what came, and return it as a scenario reads it: a frame as its event."""
+        """Keep what came, and return it as a scenario reads it: a frame as its event.
+
+        Raises:
+            NonconformityError: it is no right event.
+            UnusableError: nobody is there, or nobody is let in.
+        """
         self.transcript.record(action, outcome)
         if isinstance(action, Request | Send):
             self.num_requests += 1
-        if isinstance(outcome, Unreachable):
-            raise UnusableError(outcome.reason)
-        if isinstance(action, Receive) and isinstance(outcome, Frame):
-            return self.sockets.setdefault(action.socket, CapturedSocket()).take(outcome.data)
+        match outcome:
+            case Unreachable(reason):
+                raise UnusableError(reason)
+            case Answer(status, _, body) if not _brings_a_key(action):
+                _raise_if_locked(status, body.decode(errors="replace"))
+            case Frame(data) if isinstance(action, Receive):
+                event = self.sockets.setdefault(action.socket, CapturedSocket()).take(data)
+                if event is not None and event["type"] == "error":
+                    _raise_if_locked(event["status"], event["error"]["message"])
+                return event
+            case _:
+                pass
         return outcome
+
+
+def _brings_a_key(action: Action) -> bool:
+    """Tell whether a scenario says itself who asks, and so may be told that nobody is let in."""
+    headers = dict(action.headers) if isinstance(action, Connect | Request) else {}
+    return "Authorization" in headers
+
+
+def _raise_if_locked(status: int, told: str) -> None:
+    if status in _LOCKED:
+        raise UnusableError(f"nobody is let in: {status} {told[:_MAX_TOLD]}".rstrip())
 
 
 class Branch:
@@ -87,8 +119,8 @@ class Branch:
         self._wire = wire
         self._asked: Action | Branches | None = None
         self.value: Any = None
-        self.failure: _Failing | None = None
-        self._advance(None)
+        self.failure: Exception | None = None
+        self._advance(partial(next, steps))
 
     @property
     def asked(self) -> "Action | Branches | None":
@@ -105,39 +137,38 @@ class Branch:
                 if failures:
                     self._fail(failures[0])
                 else:
-                    self._advance([branch.value for branch in branches])
+                    came = [branch.value for branch in branches]
+                    self._advance(partial(self._steps.send, came))
             case action:
                 assert outcome is not None, "of an action something comes"
                 try:
-                    came = self._wire.take(action, outcome)
-                except (NonconformityError, UnusableError) as failure:
-                    self._fail(failure)
+                    taken = self._wire.take(action, outcome)
+                except Exception as failure:  # noqa: BLE001  # the verdict tells whose it is
+                    self._advance(partial(self._steps.throw, failure))
                     return
-                if came is None:  # a frame that says nothing
+                if taken is None:  # a frame that says nothing
                     return
-                self._advance(came)
+                self._advance(partial(self._steps.send, taken))
 
     def give_up(self, message: str) -> None:
         """End it as failed, because the server does not come to an end."""
         self._fail(NonconformityError(message, Rule.ONE_TERMINAL))
 
-    def _advance(self, came: object) -> None:
+    def _advance(self, step: Callable[[], Action | Together]) -> None:
+        """Go on with the scenario up to what it asks for next."""
         try:
-            asked = self._steps.send(came)
+            asked = step()
         except StopIteration as end:
             self._asked, self.value = None, end.value
-        except (NonconformityError, NotSupportedError, UnusableError) as failure:
+        except Exception as failure:  # noqa: BLE001  # the verdict tells whose it is
             self._fail(failure)
-        except _MALFORMED as error:
-            message = f"what came cannot be read: {type(error).__name__}: {error}"
-            self._fail(NonconformityError(message))
         else:
             if isinstance(asked, Together):
                 self._asked = Branches(tuple(Branch(s, self._wire) for s in asked.scenarios))
             else:
                 self._asked = asked
 
-    def _fail(self, failure: _Failing) -> None:
+    def _fail(self, failure: Exception) -> None:
         self._steps.close()
         self._asked, self.failure = None, failure
 
@@ -174,18 +205,41 @@ class Play(Branch):
                 return self._verdict(Result.NOT_SUPPORTED, str(reason))
             case UnusableError() as reason:
                 return self._verdict(Result.ERROR, str(reason))
+            case error if isinstance(error, _Malformed):
+                message = f"what came cannot be read: {_in_words(error)}"
+                return self._verdict(Result.FAILED, message, self._check.rule)
+            case error:
+                return self._verdict(Result.ERROR, as_bug(error))
 
-    def _judged(self) -> _Failing | None:
+    def _judged(self) -> Exception | None:
         """Return what is wrong. A broken stream explains what a scenario stumbles over, so it
-        counts for more."""
-        if self.failure is None or isinstance(self.failure, NonconformityError):
+        counts for more, unless it was left because the scenario had found something."""
+        if self.failure is None or isinstance(self.failure, NonconformityError | _Malformed):
+            has_left = isinstance(self.failure, NonconformityError)
             try:
                 for socket in self._everything.sockets.values():
-                    socket.judge()
-            except NonconformityError as fault:
-                return fault
+                    socket.judge(only_whole=has_left)
+            except Exception as failure:  # noqa: BLE001  # the verdict tells whose it is
+                return failure
         return self.failure
 
     def _verdict(self, result: Result, message: str = "", rule: Rule | None = None) -> Verdict:
         lines = tuple(self._everything.transcript.lines)
         return Verdict(self._check, result, message, rule, lines, self._everything.num_requests)
+
+
+def _in_words(error: Exception) -> str:
+    match error:
+        case ProtocolError(message=message):
+            return message
+        case KeyError():
+            return f"it has no member {error}"
+        case _:
+            return f"{type(error).__name__}: {error}"
+
+
+def as_bug(error: Exception) -> str:
+    """Return what is said of an error that no server can be blamed for."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    told = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"the check itself broke, at {Path(place.filename).name}:{place.lineno}: {told}"

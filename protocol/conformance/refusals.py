@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.conformance.rules import NotSupportedError, UnusableError, expect
+from protocol.conformance.rules import NotSupportedError, expect
 from protocol.conformance.shapes import Event
 
 _UNSUPPORTED_CODES = (
@@ -12,7 +12,7 @@ _UNSUPPORTED_CODES = (
     "unsupported_value",
 )
 _UNSUPPORTED_WORDS = ("not support", "unsupported", "not available", "not implemented")
-_LOCKED = (401, 403, 429)
+_NOT_IMPLEMENTED = 501
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,13 @@ class Refusal:
         expect(param in (None, self.param), f"expected param {param}, got {self}")
 
     def raise_unless_it_is_a_fault(self) -> None:
-        """Raise if the server says that it does not do such a thing, or lets nobody in.
+        """Raise if the server says that it does not do such a thing. One that breaks says nothing.
 
         Raises:
             NotSupportedError: it does not do it.
-            UnusableError: it does nothing for us, now.
         """
-        if self.status in _LOCKED:
-            raise UnusableError(str(self))
+        if not (400 <= self.status < 500 or self.status == _NOT_IMPLEMENTED):
+            return
         is_code = self.code in _UNSUPPORTED_CODES
         if is_code or any(words in self.message.lower() for words in _UNSUPPORTED_WORDS):
             raise NotSupportedError(str(self))

@@ -54,7 +54,7 @@ class Rule(Enum):
     )
     SSE_FRAMES = (
         "an event has one `event` line equal to its type, one `data` line and no `id`; "
-        "`[DONE]` follows the terminal event",
+        "one `[DONE]`, with nothing but its `data` line, follows the terminal event",
         f"{_OPEN}, Streaming over HTTP",
     )
 
@@ -68,7 +68,10 @@ class Rule(Enum):
     )
     ONE_RESPONSE_ID = ("all events of a response carry its id", _STREAMING)
     ITEMS_ARE_DENSE = ("`output_index` counts the items from 0 as they are added", _STREAMING)
-    ITEMS_CLOSE = ("an item that was added is done before anything else begins", _STREAMING)
+    ITEMS_CLOSE = (
+        "an item is added once, and done before its response ends; what is told is of such an item",
+        _STREAMING,
+    )
     ITEM_BEGINS_EMPTY = ("an added item is in progress and empty", _STREAMING)
     ITEM_IDENTITY = ("the events of an item carry its id, and ids never repeat", _STREAMING)
     MESSAGE_EVENTS = (
@@ -154,7 +157,10 @@ class Rule(Enum):
         "are accepted",
         f"{_OPEN}, Items; {_CREATE}, input",
     )
-    IMAGES = ("an image in a message is accepted", f"{_OPEN}, Items; OpenAI guide, Images")
+    IMAGES = (
+        "an image in a message is accepted, and one that is none is refused",
+        f"{_OPEN}, Items; OpenAI guide, Images",
+    )
     COMPACTION = (
         "a conversation is compacted to items, among them a `compaction`, that begin another",
         f"{_OPEN}, Compact a response; OpenAI guide, Compaction",
@@ -326,7 +332,7 @@ class Rule(Enum):
         f"{_SOCKET}; {_CREATE}",
     )
     ANY_OUTPUT = (
-        "the output of a call is a string, which may be empty, or a list of parts",
+        "the output of a call is a string, which may be empty, or parts, all of which are read",
         f"{_CREATE}, input",
     )
     ECHOES = (

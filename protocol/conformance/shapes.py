@@ -28,6 +28,7 @@ EVENTS: dict[str, Shape] = {
     "response.incomplete": {"response": dict},
     "response.failed": {"response": dict},
     "response.done": {},
+    "error": {},
     "response.output_item.added": {"item": dict, "output_index": int},
     "response.output_item.done": {"item": dict, "output_index": int},
     "response.content_part.added": {**_OF_PART, "part": dict},
@@ -97,6 +98,17 @@ RESPONSE: Shape = {
 }
 """What the types of the OpenAI SDKs require, and ``status``."""
 
+_NULLABLE_STR = (str, type(None))
+_OPTIONAL_OF_EVENT: Shape = {"sequence_number": int, "stream_id": _NULLABLE_STR}
+_OPTIONAL_OF_STEER: Shape = {"id": _NULLABLE_STR, "previous_response_id": _NULLABLE_STR}
+_OPTIONAL_OF_ITEM: Shape = {"id": _NULLABLE_STR, "call_id": _NULLABLE_STR}
+_OPTIONAL_OF_RESPONSE: Shape = {
+    "incomplete_details": (dict, type(None)),
+    "error": (dict, type(None)),
+}
+_UNNUMBERED = ("response.done", "error")
+"""Types of events that need no number."""
+
 USAGE: Shape = {"input_tokens": int, "output_tokens": int, "total_tokens": int}
 
 OPEN_RESPONSE = frozenset(
@@ -138,24 +150,27 @@ OPEN_RESPONSE = frozenset(
 
 
 def check_event(event: Event) -> None:
-    """Check that ``event``, which is no error, is of a known type and has that type's members.
+    """Check that ``event`` is of a known type and has that type's members.
 
     Raises:
         NonconformityError: it names the member.
     """
     name = event.get("type")
     require(isinstance(name, str), Rule.EVENT_MEMBERS, f"an event without a type: {event}")
-    _check(event, {"sequence_number": int} if name != "response.done" else {}, f"{name}")
+    _check(event, {} if name in _UNNUMBERED else {"sequence_number": int}, f"{name}")
+    _check_optional(event, _OPTIONAL_OF_EVENT, f"{name}")
     if is_extension(event):
         return
     require(name in EVENTS, Rule.KNOWN_EVENT, f"no event of the reference: {name}")
     _check(event, EVENTS[str(name)], str(name))
-    if "response" in event and name != "response.done":
-        check_response(event["response"])
+    if "response" in event:
+        (check_segment if name == "response.done" else check_response)(event["response"])
     if "item" in event:
         check_item(event["item"])
     if "part" in event:
         check_part(event["part"])
+    if "steer" in event:
+        _check_optional(event["steer"], _OPTIONAL_OF_STEER, "a steer")
 
 
 def is_extension(event: Event) -> bool:
@@ -163,10 +178,17 @@ def is_extension(event: Event) -> bool:
     return ":" in event["type"]
 
 
-def check_response(response: Event) -> None:
+def check_response(response: Any) -> None:
     """Check that ``response`` and the items in it have the members that clients read."""
     _check(response, RESPONSE, "the response", Rule.RESPONSE_MEMBERS)
-    for item in response["output"]:
+    check_segment(response)
+
+
+def check_segment(response: Any) -> None:
+    """Check the members that there are of a response that is suspended: it needs none of them."""
+    shape = {**RESPONSE, **_OPTIONAL_OF_RESPONSE}
+    _check_optional(response, shape, "the response", Rule.RESPONSE_MEMBERS)
+    for item in response.get("output", ()):
         check_item(item)
     if (usage := response.get("usage")) is not None:
         check_usage(usage)
@@ -174,7 +196,6 @@ def check_response(response: Event) -> None:
 
 def check_usage(usage: Any) -> None:
     """Check that ``usage`` has its three counts, and that they add up."""
-    require(isinstance(usage, dict), Rule.RESPONSE_MEMBERS, f"usage is {usage!r}")
     _check(usage, USAGE, "usage", Rule.RESPONSE_MEMBERS)
     total = usage["input_tokens"] + usage["output_tokens"]
     require(usage["total_tokens"] == total, Rule.USAGE_ADDS_UP, f"{usage}")
@@ -182,9 +203,10 @@ def check_usage(usage: Any) -> None:
 
 def check_item(item: Any) -> None:
     """Check that ``item`` has the members of its type; types that nobody knows are let pass."""
-    require(isinstance(item, dict), Rule.ITEM_MEMBERS, f"an item that is {item!r}")
     _check(item, {"type": str}, "an item", Rule.ITEM_MEMBERS)
-    _check(item, ITEMS.get(item["type"], {}), f"a {item['type']} item", Rule.ITEM_MEMBERS)
+    name = f"a {item['type']} item"
+    _check(item, ITEMS.get(item["type"], {}), name, Rule.ITEM_MEMBERS)
+    _check_optional(item, _OPTIONAL_OF_ITEM, name, Rule.ITEM_MEMBERS)
     for part in _parts(item):
         check_part(part)
 
@@ -195,22 +217,32 @@ def _parts(item: Event) -> Iterable[Any]:
 
 def check_part(part: Any) -> None:
     """Check that ``part`` of an item has the members of its type."""
-    require(isinstance(part, dict), Rule.ITEM_MEMBERS, f"a part that is {part!r}")
     _check(part, {"type": str}, "a part", Rule.ITEM_MEMBERS)
     _check(part, PARTS.get(part["type"], {}), f"a part {part['type']}", Rule.ITEM_MEMBERS)
 
 
 def check_error(event: Event) -> None:
     """Check that an error frame says what is wrong."""
-    error = event.get("error")
-    require(isinstance(error, dict), Rule.ERROR_FRAME, f"an error frame without error: {event}")
-    _check(event, {"status": int}, "an error frame", Rule.ERROR_FRAME)
-    _check(error or {}, {"type": str, "message": str}, "error", Rule.ERROR_FRAME)
+    _check(event, {"status": int, "error": dict}, "an error frame", Rule.ERROR_FRAME)
+    _check_optional(event, _OPTIONAL_OF_EVENT, "an error frame", Rule.ERROR_FRAME)
+    _check(event["error"], {"type": str, "message": str}, "error", Rule.ERROR_FRAME)
+    _check_optional(event["error"], {"param": _NULLABLE_STR}, "error", Rule.ERROR_FRAME)
 
 
-def _check(value: Event, shape: Shape, what: str, rule: Rule = Rule.EVENT_MEMBERS) -> None:
-    for member, kind in shape.items():
+def _check(value: Any, shape: Shape, what: str, rule: Rule = Rule.EVENT_MEMBERS) -> None:
+    """Check that ``value`` is an object with the members of ``shape``."""
+    require(isinstance(value, dict), rule, f"{what} is no object: {value!r}")
+    for member in shape:
         require(member in value, rule, f"{what} without `{member}`")
+    _check_optional(value, shape, what, rule)
+
+
+def _check_optional(value: Any, shape: Shape, what: str, rule: Rule = Rule.EVENT_MEMBERS) -> None:
+    """Check that ``value`` is an object, and of ``shape`` the members that it has."""
+    require(isinstance(value, dict), rule, f"{what} is no object: {value!r}")
+    for member, kind in shape.items():
+        if member not in value:
+            continue
         found = value[member]
         # In Python a truth value is a number; in JSON it is none.
         is_it = isinstance(found, kind) and (kind is not int or not isinstance(found, bool))

@@ -21,7 +21,6 @@ from protocol.conformance.rules import (
     NonconformityError,
     NotSupportedError,
     Rule,
-    UnusableError,
     expect,
 )
 from protocol.conformance.shapes import TERMINAL_TYPES, Event
@@ -54,6 +53,8 @@ CALLING: Event = {
 BOTH = "Is it dry in Oslo, and in Rome? Look both up at once."
 """A question that asks for two calls."""
 
+_NO_SOCKETS = (400, 404, 405, 426, 501)
+"""With what an upgrade is refused where there are no WebSockets."""
 _BETAS = {Way.APPEND: APPEND_BETA, Way.INJECT: INJECT_BETA}
 
 
@@ -62,14 +63,14 @@ def connect(target: Target, way: Way, name: str = "socket", query: str = "") -> 
 
     Raises:
         NotSupportedError: the upgrade is refused.
-        UnusableError: it is refused for want of a key.
+        NonconformityError: it is answered as nobody refuses it.
     """
     headers = (("OpenAI-Beta", _BETAS[way]),) if way in _BETAS else ()
     came = yield Connect(name, query, headers)
     if isinstance(came, Answer):
-        if came.status in (401, 403, 429):
-            raise UnusableError(f"the upgrade is refused with {came.status}")
-        raise NotSupportedError(f"the WebSocket upgrade is refused with {came.status}")
+        message = f"the WebSocket upgrade is refused with {came.status}"
+        expect(came.status in _NO_SOCKETS, message)
+        raise NotSupportedError(message)
     return Socket(target, way, name)
 
 

@@ -1,7 +1,8 @@
 """An independent judge of event streams, for captured wire frames as well as for our own structs.
 
 The order of events is a regular language, so it is checked as one: every event becomes a word, and
-the words of each item are a sentence. What the events carry is compared afterwards. Nothing here is
+the words of each item are a sentence. Items may be told side by side: their events say by their
+``output_index`` which is meant. What the events carry is compared afterwards. Nothing here is
 shared with the implementation.
 
 Acknowledgements (``response.steer.*``, ``response.inject.*``) belong to the response, whose numbers
@@ -10,11 +11,17 @@ they take, but not to its sentences: they are judged by themselves.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from protocol.conformance.rules import Rule, require
-from protocol.conformance.shapes import TERMINAL_TYPES, Event, check_event, is_extension
+from protocol.conformance.shapes import (
+    EVENTS,
+    TERMINAL_TYPES,
+    Event,
+    check_event,
+    is_extension,
+)
 
 _WORDS = {
     "response.created": "created",
@@ -54,6 +61,8 @@ class _Sentence(NamedTuple):
 
     words: "re.Pattern[str]"
     rule: Rule
+    shortest: tuple[str, ...]
+    """The shortest of it. An end of one of them makes a whole of each beginning."""
 
 
 _TEXT = "part:output_text (?:(?:text|annotation) )*text_done part_done "
@@ -61,15 +70,27 @@ _REFUSAL = "part:refusal (?:refusal )*refusal_done part_done "
 _THOUGHTS = "part:reasoning_text (?:reasoning )*reasoning_done part_done "
 _SUMMARY = "summary:summary_text (?:summary )*summary_done summary_part_done "
 _SENTENCES = {
-    "message": _Sentence(re.compile(f"(?:{_TEXT}|{_REFUSAL})+"), Rule.MESSAGE_EVENTS),
+    "message": _Sentence(
+        re.compile(f"(?:{_TEXT}|{_REFUSAL})+"),
+        Rule.MESSAGE_EVENTS,
+        ("part:output_text text_done part_done ", "part:refusal refusal_done part_done "),
+    ),
     # Hosted models that tell nothing of their thoughts say that they had some.
-    "reasoning": _Sentence(re.compile(f"(?:{_THOUGHTS})*|(?:{_SUMMARY})*"), Rule.REASONING_EVENTS),
-    "function_call": _Sentence(re.compile("(?:arguments )*arguments_done "), Rule.CALL_EVENTS),
-    "custom_tool_call": _Sentence(re.compile("(?:input )*input_done "), Rule.CUSTOM_CALL_EVENTS),
-    "compaction": _Sentence(re.compile("compacting "), Rule.COMPACTION_EVENTS),
+    "reasoning": _Sentence(
+        re.compile(f"(?:{_THOUGHTS})*|(?:{_SUMMARY})*"),
+        Rule.REASONING_EVENTS,
+        ("reasoning_done part_done ", "summary_done summary_part_done "),
+    ),
+    "function_call": _Sentence(
+        re.compile("(?:arguments )*arguments_done "), Rule.CALL_EVENTS, ("arguments_done ",)
+    ),
+    "custom_tool_call": _Sentence(
+        re.compile("(?:input )*input_done "), Rule.CUSTOM_CALL_EVENTS, ("input_done ",)
+    ),
+    "compaction": _Sentence(re.compile("compacting "), Rule.COMPACTION_EVENTS, ("compacting ",)),
 }
 # A warm-up may end without having been in progress.
-_BEGINNING = re.compile(r"created (?:queued )?in_progress |created (?:queued )?(?=end )")
+_BEGINNING = re.compile(r"created (?:queued )?in_progress |created (?:queued )?(?=end |\Z)")
 _STEER = re.compile(r"\.accepted (?:\.pending )?(?:\.failed )?")
 
 _EMPTY_PARTS: dict[str, Event] = {
@@ -93,8 +114,13 @@ _ENDS = {
 _REASONS = ("max_output_tokens", "content_filter", "max_messages", "steered")
 
 
-def check_stream(events: Sequence[Event]) -> None:
-    """Check the whole stream of one response, with or without ``response.done`` between segments.
+def check_stream(events: Sequence[Event], *, is_whole: bool = True) -> None:
+    """Check the stream of one response, with or without ``response.done`` between segments.
+
+    Args:
+        events: of the response, in the order in which they came. Over HTTP an ``error`` may be
+            among them.
+        is_whole: False if the end has not come: then it has to be how a right stream begins.
 
     Raises:
         NonconformityError: which says what is wrong, and names the rule.
@@ -107,6 +133,7 @@ def check_stream(events: Sequence[Event]) -> None:
         Rule.SEQUENCE_NUMBERS,
         f"not numbered from 0 in steps of 1: {numbers}",
     )
+    events = [event for event in events if event["type"] != "error"]
     lanes = {event.get("stream_id") for event in events}
     require(len(lanes) == 1, Rule.ONE_LANE, f"one response on several lanes: {lanes}")
     padded = {event["type"] for event in events if "obfuscation" in event}
@@ -114,15 +141,13 @@ def check_stream(events: Sequence[Event]) -> None:
     require(is_right, Rule.PADDING, f"not only deltas are padded: {padded}")
     begins = bool(events) and events[0]["type"] == "response.created"
     require(begins, Rule.LIFECYCLE_BEGINS, "a stream starts with response.created")
-    told = [
-        _with_lists(event)
-        for event in events
-        if not is_acknowledgement(event) and not is_extension(event)
-    ]
-    _check_order(told)
+    events = [event for event in events if not is_extension(event)]
+    told = [_with_lists(event) for event in events if not is_acknowledgement(event)]
+    _check_order(told, is_whole)
     _check_lifecycle(told)
     _check_items(told)
-    check_end(told[-1]["response"], told[-1]["type"])
+    if is_whole:
+        check_end(told[-1]["response"], told[-1]["type"])
     _check_acknowledgements(events)
 
 
@@ -132,7 +157,18 @@ def is_acknowledgement(event: Event) -> bool:
     return event_type.startswith(("response.steer.", "response.inject."))
 
 
+def target_of(acknowledgement: Event) -> str | None:
+    """Return the id of the response that was steered, or injected into; None if none is named."""
+    steer: Event = acknowledgement.get("steer", {})
+    target: str | None = acknowledgement.get("response_id") or steer.get("previous_response_id")
+    return target
+
+
 # --- The order of the events ---------------------------------------------------------------------
+
+
+def _is_of_item(event: Event) -> bool:
+    return "output_index" in EVENTS[event["type"]]
 
 
 def _word(event: Event) -> str:
@@ -142,49 +178,63 @@ def _word(event: Event) -> str:
     return _WORDS[event["type"]]
 
 
-def _check_order(events: Sequence[Event]) -> None:
+def _check_order(events: Sequence[Event], is_whole: bool) -> None:
     words = list(map(_word, events))
     sentence = "".join(f"{word} " for word in words)
     ends = [i for i, word in enumerate(words) if word == "end"]
-    is_right = ends == [len(words) - 1]
+    is_right = ends == ([len(words) - 1] if is_whole else [])
     require(is_right, Rule.ONE_TERMINAL, f"no sentence that ends once, at its end: {sentence}")
     beginning = _BEGINNING.match(sentence)
     if beginning is None:
         require(False, Rule.LIFECYCLE_BEGINS, f"no sentence that begins so: {sentence}")
         return
-    rest = iter(words[len(beginning[0].split()) :])
-    before = ""
-    for word in rest:
+    num_begun = len(beginning[0].split())
+    _check_items_are_told(events[num_begun:], words[num_begun:])
+
+
+def _check_items_are_told(events: Sequence[Event], words: Sequence[str]) -> None:
+    """Check the sentences of the items, and that nothing is said beside them but their end."""
+    said: dict[int, list[str]] = {}  # of the items that are open
+    num_added, before = 0, ""
+    for event, word in zip(events, words, strict=True):
+        index = event["output_index"] if _is_of_item(event) else -1
         if word.startswith("item:"):
-            _check_sentence(word.removeprefix("item:"), _up_to_done(rest))
+            is_new = index not in said
+            require(is_new, Rule.ITEMS_CLOSE, f"no sentence, with item {index} added twice")
+            message = f"output_index {index} after {num_added} items"
+            require(index == num_added, Rule.ITEMS_ARE_DENSE, message)
+            said[index] = [word]
+            num_added += 1
+        elif index in said and word == "item_done":
+            _check_sentence(said.pop(index))
+        elif index in said:
+            said[index].append(word)
         else:
-            is_right = word == "end" or (word == "done" and before != "done")
+            is_right = not said and (word == "end" or (word == "done" and before != "done"))
             rule = Rule.SUSPENSION if word == "done" else Rule.ITEMS_CLOSE
-            require(is_right, rule, f"no sentence, with `{word}` outside an item: {sentence}")
+            place = f"while {len(said)} items are open" if said else "outside an item"
+            require(is_right, rule, f"no sentence, with `{word}` {place}: {' '.join(words)}")
         before = word
+    for begun in said.values():
+        _check_sentence(begun, is_whole=False)
 
 
-def _up_to_done(words: Iterator[str]) -> list[str]:
-    """Take the words of an item, up to the one that says it is done."""
-    inner: list[str] = []
-    for word in words:
-        if word == "item_done":
-            return inner
-        is_right = word not in ("end", "created", "queued", "in_progress")
-        is_right = is_right and not word.startswith("item:")
-        rule = Rule.SUSPENSION if word == "done" else Rule.ITEMS_CLOSE
-        require(is_right and word != "done", rule, f"no sentence, with `{word}` inside an item")
-        inner.append(word)
-    raise AssertionError("a stream ends with `end`")
-
-
-def _check_sentence(kind: str, words: Sequence[str]) -> None:
+def _check_sentence(words: Sequence[str], *, is_whole: bool = True) -> None:
+    """Check what is said of an item, from its first word on."""
+    kind = words[0].removeprefix("item:")
     sentence = _SENTENCES.get(kind)
     require(sentence is not None, Rule.KNOWN_EVENT, f"no sentence about an item `{kind}` is known")
     assert sentence is not None
-    said = "".join(f"{word} " for word in words)
-    is_right = sentence.words.fullmatch(said) is not None
+    said = "".join(f"{word} " for word in words[1:])
+    ends = [""] if is_whole else _ends(sentence)
+    is_right = any(sentence.words.fullmatch(said + end) for end in ends)
     require(is_right, sentence.rule, f"no sentence about a {kind}: {said or 'nothing'}")
+
+
+def _ends(sentence: _Sentence) -> Iterator[str]:
+    for shortest in sentence.shortest:
+        words = shortest.split()
+        yield from ("".join(f"{word} " for word in words[i:]) for i in range(len(words) + 1))
 
 
 # --- Lifecycle events ----------------------------------------------------------------------------
@@ -194,7 +244,8 @@ def _check_lifecycle(events: Sequence[Event]) -> None:
     responses = [event["response"] for event in events if "response" in event]
     ids = {response["id"] for response in responses if "id" in response}
     require(len(ids) == 1, Rule.ONE_RESPONSE_ID, f"one response, several ids: {ids}")
-    is_queued = events[1]["type"] == "response.queued"
+    second = events[1]["type"] if len(events) > 1 else f"response.{responses[0]['status']}"
+    is_queued = second == "response.queued"
     _check_beginning(events[: 2 if is_queued else 1], "queued" if is_queued else "in_progress")
     _check_beginning(
         [event for event in events if event["type"] == "response.in_progress"], "in_progress"
@@ -263,25 +314,29 @@ def check_end(response: Event, event_type: str | None = None) -> None:
 
 
 def _check_items(events: Sequence[Event]) -> None:
-    """Check that items are dense in order and that every snapshot holds those finished by then."""
-    finished: list[Event] = []
-    of_item: list[Event] = []
+    """Check each item, and that every snapshot holds those finished by then."""
+    told: defaultdict[int, list[Event]] = defaultdict(list)
+    finished: dict[int, Event] = {}
     for event in events:
-        if event["type"] == "response.done" or "response" in event:
-            output = event.get("response", {}).get("output", finished)
-            require(output == finished, Rule.TERMINAL_OUTPUT, _differs(output, finished))
+        if not _is_of_item(event):
+            output = event.get("response", {}).get("output")
+            done = _in_order(finished)
+            require(output in (None, done), Rule.TERMINAL_OUTPUT, _differs(output, done))
             continue
         index = event["output_index"]
-        is_right = index == len(finished)
-        require(is_right, Rule.ITEMS_ARE_DENSE, f"output_index {index} after {len(finished)} items")
-        of_item.append(event)
+        told[index].append(event)
         if event["type"] == "response.output_item.done":
-            finished.append(_check_item(of_item))
-            of_item = []
+            finished[index] = _check_item(told.pop(index))
+    for unfinished in told.values():
+        _check_unfinished(unfinished)
     for member in ("id", "call_id"):
-        values = [item[member] for item in finished if member in item]
+        values = [item[member] for item in _in_order(finished) if member in item]
         is_right = len(set(values)) == len(values)
         require(is_right, Rule.ITEM_IDENTITY, f"values of {member} repeat: {values}")
+
+
+def _in_order(finished: Mapping[int, Event]) -> list[Event]:
+    return [finished[index] for index in sorted(finished)]
 
 
 def _differs(output: object, finished: Sequence[Event]) -> str:
@@ -294,16 +349,12 @@ def _check_item(events: Sequence[Event]) -> Event:
     done: Event = events[-1]["item"]
     inner = events[1:-1]
     kind = added["type"]
-    is_empty = _is_empty(added, _EMPTY_ITEMS[kind])
-    require(is_empty, Rule.ITEM_BEGINS_EMPTY, f"an added {kind} that is not empty: {added}")
-    begins = added.get("status", "in_progress") == "in_progress"
-    require(begins, Rule.ITEM_BEGINS_EMPTY, f"an added {kind} with status {added.get('status')}")
+    _check_begun(added, inner)
     is_over = done.get("status", "completed") in ("completed", "incomplete")
     require(is_over, Rule.TERMINAL_STATUS, f"a done {kind} with status {done.get('status')}")
-    ids = {event["item_id"] for event in inner} | {done["id"]}
-    require(ids == {added["id"]}, Rule.ITEM_IDENTITY, f"foreign ids in {added['id']}: {ids}")
-    is_same = added.get("call_id") == done.get("call_id")
-    require(is_same, Rule.ITEM_IDENTITY, f"call_id of {added} and of {done}")
+    for member in ("id", "call_id"):
+        is_same = added.get(member) == done.get(member)
+        require(is_same, Rule.ITEM_IDENTITY, f"{member} of {added} and of {done}")
     status = {"status": done["status"]} if "status" in done else {}
     expected = added | status | _written(added, done, inner)
     require(
@@ -312,6 +363,26 @@ def _check_item(events: Sequence[Event]) -> Event:
         f"the {kind} differs from what was told of it: {done}, told was {expected}",
     )
     return done
+
+
+def _check_unfinished(events: Sequence[Event]) -> None:
+    """Check what was told so far of an item that is not done."""
+    added: Event = events[0]["item"]
+    inner = events[1:]
+    _check_begun(added, inner)
+    if added["type"] in ("message", "reasoning"):
+        _check_parts(inner, _index_of_parts(inner))
+
+
+def _check_begun(added: Event, inner: Sequence[Event]) -> None:
+    """Check how an item begins, and that the events in it are its own."""
+    kind = added["type"]
+    is_empty = _is_empty(added, _EMPTY_ITEMS[kind])
+    require(is_empty, Rule.ITEM_BEGINS_EMPTY, f"an added {kind} that is not empty: {added}")
+    begins = added.get("status", "in_progress") == "in_progress"
+    require(begins, Rule.ITEM_BEGINS_EMPTY, f"an added {kind} with status {added.get('status')}")
+    ids = {event["item_id"] for event in inner} - {added["id"]}
+    require(not ids, Rule.ITEM_IDENTITY, f"foreign ids in {added['id']}: {ids}")
 
 
 def _is_empty(value: Event, empty: Event) -> bool:
@@ -328,10 +399,9 @@ def _written(added: Event, done: Event, inner: Sequence[Event]) -> Event:
             return {"content": _check_parts(inner, "content_index")}
         case "reasoning" if not inner:
             return sealed
-        case "reasoning" if "summary_index" in inner[0]:
-            return sealed | {"summary": _check_parts(inner, "summary_index")}
         case "reasoning":
-            return sealed | {"content": _check_parts(inner, "content_index")}
+            index = _index_of_parts(inner)
+            return sealed | {index.removesuffix("_index"): _check_parts(inner, index)}
         case "compaction":
             return sealed
         case "function_call":
@@ -342,8 +412,14 @@ def _written(added: Event, done: Event, inner: Sequence[Event]) -> Event:
             return {"input": _check_done(inner, "input")}
 
 
+def _index_of_parts(inner: Sequence[Event]) -> str:
+    """Return the member that counts the parts of an item, which are all of one kind."""
+    is_summary = any("summary_index" in EVENTS[event["type"]] for event in inner)
+    return "summary_index" if is_summary else "content_index"
+
+
 def _check_parts(events: Sequence[Event], index: str) -> list[Event]:
-    """Check the parts of an item and return them finished."""
+    """Check the parts of an item and return those that are finished."""
     finished: list[Event] = []
     of_part: list[Event] = []
     for event in events:
@@ -399,7 +475,7 @@ def _check_acknowledgements(events: Sequence[Event]) -> None:
         if not is_acknowledgement(event):
             told.append(event)
             continue
-        target = event.get("response_id") or event["steer"]["previous_response_id"]
+        target = target_of(event)
         is_right = target == response_id
         require(is_right, Rule.ACKNOWLEDGEMENTS, f"acknowledges what was sent to {target}")
         if event["type"] == "response.steer.pending":

@@ -18,6 +18,7 @@ from protocol.conformance.actions import (
     Send,
     Silence,
 )
+from protocol.conformance.server_sent_events import lines_of
 
 
 class Direction(Enum):
@@ -74,7 +75,7 @@ def _lines(action: Action, outcome: Outcome) -> Iterator[Line]:
             yield Line(Direction.IN, place, f"closed {code} {reason}".rstrip())
         case Answer(status, _, body):
             yield Line(Direction.IN, place, str(status))
-            for text in filter(None, _text(body).splitlines()):
+            for text in filter(None, lines_of(_text(body))):
                 yield Line(Direction.IN, place, text)
         case Opened():
             yield Line(Direction.IN, place, "101")

@@ -1,5 +1,6 @@
 """Where a server is, and how its doors are named."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -37,7 +38,7 @@ def address_of(url: str, api_key: str | None = None) -> Address:
         api_key: sent as a bearer token.
 
     Raises:
-        ValueError: it is no such URL.
+        ValueError: it is no such URL, or no header can have the key.
     """
     try:
         parts = urlsplit(url)
@@ -45,9 +46,11 @@ def address_of(url: str, api_key: str | None = None) -> Address:
     except ValueError:
         raise _no_url(url) from None
     scheme = _ALIASES.get(parts.scheme, parts.scheme)
-    if scheme not in _SCHEMES or not parts.netloc:
+    if scheme not in _SCHEMES or not parts.hostname or parts.query:
         raise _no_url(url)
     path = parts.path.rstrip("/").removesuffix("/responses") or "/v1"
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise ValueError("expected an API key of visible ASCII characters")
     headers = () if api_key is None else (("Authorization", f"Bearer {api_key}"),)
     return Address(f"{scheme}://{parts.netloc}{path}", headers)
 

@@ -1,7 +1,7 @@
 """Junk against a server: whatever is sent, the answer is a right error or a right response.
 
-What is sent is drawn beforehand, from a seed: the same server is asked the same again. It is played
-in exchanges of a few frames, each on a connection of its own. Of one that fails, smaller ones are
+What is sent is drawn from a seed: the same server is asked the same again. It is played in
+exchanges of a few frames, each on a connection of its own. Of one that fails, smaller ones are
 tried, to tell what it is about it.
 """
 
@@ -9,17 +9,17 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
-from protocol.conformance.actions import Closed, Receive, Request, Scenario, Silence, Steps
+from protocol.codec import encode
+from protocol.conformance.actions import Closed, Receive, Scenario, Silence, Steps
 from protocol.conformance.captured import read_event_stream, read_response
 from protocol.conformance.check import Check, Target, Way
-from protocol.conformance.http_steps import post, refusal_of
+from protocol.conformance.http_steps import ask, post, refusal_of
 from protocol.conformance.play import Result, Verdict
 from protocol.conformance.rules import (
-    NonconformityError,
     NotSupportedError,
     Rule,
     UnusableError,
@@ -37,16 +37,25 @@ from protocol.conformance.socket_steps import (
 from scripts.conformance.junk import MAX_FRAMES, Body, Sent, drawn
 from scripts.conformance.right_requests import CALL_ID, FEW_TOKENS, RESPONSE_ID
 from scripts.conformance.shrinking import shown, smaller
+from scripts.conformance.tokens import Usage, reported
 
 PlayOne: TypeAlias = Callable[[Check], Awaitable[Verdict]]
 
 _SAYS = "Whatever is sent, a right error or a right response comes, and then a create is answered."
 _RULES = {Way.HTTP: Rule.REFUSED_BEFORE_STREAM}
 _LOCKED = (401, 403, 429)
-_ACCIDENTS = (1006, 1011)  # without a word, and for an internal error: RFC 6455, 7.4.1
+_ABNORMAL, _INTERNAL_ERROR = 1006, 1011  # RFC 6455, 7.4.1
 _NUM_OTHERS = {Way.HTTP: 1, Way.CHAINED: 1, Way.APPEND: 2 + MAX_FRAMES, Way.INJECT: 2}
 """What an exchange asks for besides: a create that has to work, calls, and what an append lacks."""
 _MAX_SHRINKING_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class FuzzVerdict(Verdict):
+    """The verdict on all exchanges together. Its lines are of one of them."""
+
+    usage: Usage = field(kw_only=True)
+    """What all of them used."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,16 @@ def _fuzz_check(way: Way, num_frames: int) -> Fuzz:
         num_requests=num_requests,
         num_responses=num_requests,
         is_alone=True,  # if the server does not survive it, that is no fault of the others
-        play=lambda target, way: _exchange(target, way, ()),
+        play=_typical_exchange,
         num_frames=num_frames,
     )
+
+
+def _typical_exchange(target: Target, way: Way) -> Scenario:
+    """Send one frame that is right: what is drawn is about as long, and costs as much."""
+    create = encode({"type": "response.create", **target.body(**CALLING)})
+    sent = Body(create) if way is Way.HTTP else create.decode()
+    return _exchange(target, way, [sent])
 
 
 # --- The search ----------------------------------------------------------------------------------
@@ -99,23 +115,23 @@ async def fuzzed(check: Fuzz, target: Target, play_one: PlayOne) -> Verdict:
     Returns:
         The verdict on the smallest exchange that failed, or that none did.
     """
-    # Hypothesis takes milliseconds for each, in which nobody else could do anything.
-    exchanges = await asyncio.to_thread(drawn, target, check.way, check.num_frames)
     search = _Search(check, play_one)
-    began_at = time.monotonic()
-    verdict = Verdict(check, Result.PASSED)
-    for sent in exchanges:
-        verdict = await search.play(sent)
-        if verdict.result is not Result.PASSED:
-            break
-    seconds = max(time.monotonic() - began_at, 1e-9)
-    told = f"{search.num_frames:,} frames, {search.num_frames / seconds:.0f} a second"
+    sent, verdict = await search.first_that_does_not_pass(target)
+    told = f"{search.num_frames:,} frames, {search.num_frames / search.seconds:.0f} a second"
     if verdict.result is Result.FAILED:
         sent, verdict = await search.smallest(sent, verdict)
         message = f"{verdict.message}; the smallest that does it: {shown(sent)} (one of {told})"
     else:
         message = verdict.message or told
-    return replace(verdict, check=check, message=message, num_requests=search.num_requests)
+    return FuzzVerdict(
+        check=check,
+        result=verdict.result,
+        message=message,
+        rule=verdict.rule,
+        lines=verdict.lines,
+        num_requests=search.num_requests,
+        usage=search.usage,
+    )
 
 
 class _Search:
@@ -124,15 +140,33 @@ class _Search:
     def __init__(self, check: Fuzz, play_one: PlayOne) -> None:
         self.num_frames = 0
         self.num_requests = 0
+        self.seconds = 1e-9
+        self.usage = Usage()
         self._check = check
         self._play_one = play_one
 
     async def play(self, sent: Sent) -> Verdict:
         """Play an exchange."""
+        began_at = time.monotonic()
         verdict = await self._play_one(self._check.exchange(sent))
+        self.seconds += time.monotonic() - began_at
         self.num_frames += len(sent)
         self.num_requests += verdict.num_requests
+        self.usage += reported(verdict.lines)
         return verdict
+
+    async def first_that_does_not_pass(self, target: Target) -> tuple[Sent, Verdict]:
+        """Return the first exchange that does not pass, and its verdict; or the last of all."""
+        sent: Sent = ()
+        verdict = Verdict(self._check, Result.PASSED)
+        exchanges = drawn(target, self._check.way, self._check.num_frames)
+        # Hypothesis takes milliseconds for each, in which nobody else could do anything.
+        while verdict.result is Result.PASSED and (
+            following := await asyncio.to_thread(next, exchanges, None)
+        ):
+            sent = following
+            verdict = await self.play(sent)
+        return sent, verdict
 
     async def smallest(self, sent: Sent, verdict: Verdict) -> tuple[Sent, Verdict]:
         """Return what is left of an exchange that failed when all is left out that need not be.
@@ -177,10 +211,7 @@ def _exchange(target: Target, way: Way, sent: Sent) -> Scenario:
 
 
 def _post(body: Body) -> Steps[None]:
-    headers = {"Content-Type": "application/json", **body.headers}
-    answer = yield Request("POST", "/responses", body.data, headers)
-    if isinstance(answer, Silence):
-        raise NonconformityError(f"no answer in {answer.seconds:g} s")
+    answer = yield from ask("POST", "/responses", body.data, headers=body.headers)
     if answer.status >= 400:
         refused = refusal_of(answer)
         _check_refusal(answer.status, refused.code, str(refused))
@@ -285,7 +316,8 @@ class _Talk:
 
     def _check_close(self, event: Event, closed: Closed) -> None:
         """Check that the server was right to close: at an append it may, if it was no accident."""
-        is_accident = closed.code in _ACCIDENTS and not closed.reason
+        is_unexplained = closed.code == _INTERNAL_ERROR and not closed.reason
+        is_accident = closed.code == _ABNORMAL or is_unexplained
         is_right = event.get("type") == "response.append" and not is_accident
         expect(is_right, f"the server closed: {closed.code} {closed.reason}".rstrip())
         self.is_closed = True

@@ -7,9 +7,10 @@ and in how it is spelled. So most of it is right, and gets far into a server.
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import Any, TypeAlias
 
@@ -26,6 +27,8 @@ MAX_FRAMES = 4
 """How many frames or bodies are sent one after the other."""
 
 _SEED = 20260204
+_NUM_AT_ONCE = 50
+"""So many are drawn in one go, which nothing interrupts: Ctrl-C has to wait for it."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,35 @@ Sent: TypeAlias = Sequence[str | bytes | Body]
 """What is sent in one exchange, one after the other: frames, or bodies."""
 
 
-def drawn(target: Target, way: Way, num_frames: int) -> list[Sent]:
-    """Return what is sent in exchanges of ``MAX_FRAMES``, so many in all, or a few less."""
-    one: st.SearchStrategy[Any] = _bodies(target) if way is Way.HTTP else _frames(target, way)
-    sent: list[str | bytes | Body] = []
+def drawn(target: Target, way: Way, num_frames: int) -> Iterator[Sent]:
+    """Return what is sent in exchanges of ``MAX_FRAMES``, so many in all, or a few less.
 
-    # One at a time: of several in a list, hypothesis likes to make some equal.
-    @seed(f"{_SEED} {way}")
+    Now and then the next takes a fraction of a second, in which as many are drawn as are drawn at
+    once.
+    """
+    frames = _distinct(target, way, num_frames)
+    while sent := list(islice(frames, MAX_FRAMES)):
+        yield sent
+
+
+def _distinct(target: Target, way: Way, num_frames: int) -> Iterator[str | bytes | Body]:
+    one: st.SearchStrategy[Any] = _bodies(target) if way is Way.HTTP else _frames(target, way)
+    known: set[str] = set()
+    for begin in range(0, num_frames, _NUM_AT_ONCE):
+        for frame in _drawn_at_once(one, f"{_SEED} {way} {begin}")[: num_frames - begin]:
+            if repr(frame) not in known:
+                known.add(repr(frame))
+                yield frame
+
+
+def _drawn_at_once(one: st.SearchStrategy[Any], seed_text: str) -> list[str | bytes | Body]:
+    frames: list[str | bytes | Body] = []
+
+    # One at a time: of several in a list, hypothesis likes to make some equal. And always as many:
+    # what it draws depends on how many it may.
+    @seed(seed_text)
     @settings(
-        max_examples=num_frames,
+        max_examples=_NUM_AT_ONCE,
         database=None,
         deadline=None,
         phases=(Phase.generate,),
@@ -63,11 +86,10 @@ def drawn(target: Target, way: Way, num_frames: int) -> list[Sent]:
     )
     @given(one)
     def take(frame: str | bytes | Body) -> None:
-        if frame not in sent:
-            sent.append(frame)
+        frames.append(frame)
 
     take()
-    return [sent[i : i + MAX_FRAMES] for i in range(0, len(sent), MAX_FRAMES)]
+    return frames
 
 
 # --- Values --------------------------------------------------------------------------------------

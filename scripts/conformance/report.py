@@ -15,7 +15,9 @@ from rich.text import Text
 from protocol.conformance.play import Result, Verdict
 from protocol.conformance.rules import Rule
 from protocol.conformance.transcript import Line
+from scripts.conformance.fuzz import FuzzVerdict
 from scripts.conformance.suite import Played
+from scripts.conformance.tokens import Usage, reported
 
 STYLES = {
     Result.PASSED: "green",
@@ -40,9 +42,14 @@ def broken_rules(all_played: Sequence[Played]) -> Counter[Rule]:
 
 
 def is_clean(all_played: Sequence[Played]) -> bool:
-    """Tell whether nothing failed, and the server could be checked."""
+    """Tell whether something passed, nothing failed, and the server could be checked."""
     found = counts(all_played)
-    return not found[Result.FAILED] and not found[Result.ERROR]
+    return bool(found[Result.PASSED]) and not found[Result.FAILED] and not found[Result.ERROR]
+
+
+def usage_of(verdict: Verdict) -> Usage:
+    """Return what the server says was used by a check."""
+    return verdict.usage if isinstance(verdict, FuzzVerdict) else reported(verdict.lines)
 
 
 # --- For people ----------------------------------------------------------------------------------
@@ -103,7 +110,12 @@ def _condensed(lines: Sequence[Line]) -> list[str]:
 
 
 def _print_line(console: Console, text: str, style: str = "") -> None:
-    console.print(_plain(f"  {text}"), style=style, highlight=False, soft_wrap=True)
+    print_plain(console, f"  {text}", style)
+
+
+def print_plain(console: Console, text: str, style: str = "") -> None:
+    """Print a line as it is, but for what would steer a terminal: a server may have sent it."""
+    console.print(_plain(text), style=style, highlight=False, soft_wrap=True)
 
 
 def _is_delta(line: Line) -> bool:
@@ -118,7 +130,13 @@ def _summary(all_played: Sequence[Played]) -> Text:
     found = counts(all_played)
     words = [Text(f"{found[r]} {r.value}", style=STYLES[r]) for r in Result if found[r]]
     num_requests = sum(played.verdict.num_requests for played in all_played)
-    return Text(", ").join([*words, Text(f"{num_requests} requests made")])
+    usage = _usage_of_all(all_played)
+    told = f"{usage} reported" if usage != Usage() else "no usage reported"
+    return Text(", ").join([*words, Text(f"{num_requests} requests made"), Text(told)])
+
+
+def _usage_of_all(all_played: Sequence[Played]) -> Usage:
+    return sum((usage_of(played.verdict) for played in all_played), Usage())
 
 
 def _plain(text: str) -> Text:
@@ -135,6 +153,7 @@ def as_json(url: str, all_played: Sequence[Played], notes: Sequence[str]) -> str
         "url": url,
         "counts": {result.value: num for result, num in counts(all_played).items()},
         "broken_rules": {rule.id: num for rule, num in broken_rules(all_played).most_common()},
+        "usage": _usage_as_members(_usage_of_all(all_played)),
         "notes": list(notes),
         "checks": [_as_members(played) for played in all_played],
     }
@@ -152,8 +171,13 @@ def _as_members(played: Played) -> dict[str, Any]:
         "rule": {"id": rule.id, "text": rule.text, "source": rule.source},
         "seconds": round(played.seconds, 3),
         "requests": verdict.num_requests,
+        "usage": _usage_as_members(usage_of(verdict)),
         "frames": [str(line) for line in verdict.lines] if _is_told(verdict) else [],
     }
+
+
+def _usage_as_members(usage: Usage) -> dict[str, int]:
+    return {"input_tokens": usage.num_input_tokens, "output_tokens": usage.num_output_tokens}
 
 
 def _is_told(verdict: Verdict) -> bool:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 from scripts.conformance.junk import Body, Sent
 from scripts.conformance.places import places
@@ -41,15 +42,30 @@ def _smaller_frames(frame: str | bytes | Body) -> Iterator[str | bytes | Body]:
 
 def _smaller_data(data: bytes) -> Iterator[bytes]:
     try:
-        value = json.loads(data)
+        value, rest = _read(data)
         all_places = sorted(places(value), key=lambda place: place.depth)
     except (ValueError, RecursionError):
         yield from _without_pieces(data)
         return
+    yield from (json.dumps(value).encode() + less for less in _without_pieces(rest))
     for place in all_places:
         less = deepcopy(value)
         place.remove_from(less)
-        yield json.dumps(less).encode()
+        yield json.dumps(less).encode() + rest
+
+
+def _read(data: bytes) -> tuple[Any, bytes]:
+    """Return the value that ``data`` begins with, and what follows it.
+
+    Raises:
+        ValueError: it does not begin with JSON.
+    """
+    try:
+        return json.loads(data), b""
+    except json.JSONDecodeError:
+        text = data.decode()
+        value, end = json.JSONDecoder().raw_decode(text)
+        return value, text[end:].encode()
 
 
 def _without_pieces(data: bytes) -> Iterator[bytes]:

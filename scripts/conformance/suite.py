@@ -10,7 +10,7 @@ from typing import Protocol
 import httpx2
 
 from protocol.conformance.check import Check, Target
-from protocol.conformance.play import Branch, Branches, Play, Result, Verdict
+from protocol.conformance.play import Branch, Branches, Play, Result, Verdict, as_bug
 from scripts.conformance.address import Address
 from scripts.conformance.fuzz import Fuzz, fuzzed
 from scripts.conformance.overlap import Overlap
@@ -68,11 +68,16 @@ class Suite:
         for check in checks:
             self.observer.began(check)
             began_at = time.monotonic()
-            if isinstance(check, Fuzz):
-                verdict = await fuzzed(check, self.target, partial(self._play_one, http=http))
-            else:
-                verdict = await self._play_one(check, http)
+            try:
+                verdict = await self._verdict(check, http)
+            except Exception as error:  # noqa: BLE001  # the other checks can do nothing for it
+                verdict = Verdict(check, Result.ERROR, as_bug(_first(error)))
             self.observer.ended(Played(verdict, time.monotonic() - began_at))
+
+    async def _verdict(self, check: Check, http: httpx2.AsyncClient) -> Verdict:
+        if isinstance(check, Fuzz):
+            return await fuzzed(check, self.target, partial(self._play_one, http=http))
+        return await self._play_one(check, http)
 
     async def _play_one(self, check: Check, http: httpx2.AsyncClient) -> Verdict:
         play = Play(check, self.target)
@@ -97,6 +102,13 @@ async def _play_branch(branch: Branch, wires: Wires) -> None:
             branch.give(None)
         else:
             branch.give(await wires.perform(asked))
+
+
+def _first(error: Exception) -> Exception:
+    """Return what went wrong in a group of tasks: the others were cancelled."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def not_run(check: Check, why: str) -> Played:

@@ -26,11 +26,19 @@ from protocol.conformance.actions import (
     Silence,
     Unreachable,
 )
+from protocol.conformance.server_sent_events import EventReader
 from scripts.conformance.address import Address
 from scripts.conformance.overlap import Overlap
 
 ABNORMAL = 1006
 """What RFC 6455, 7.4.1, calls the end of a connection without a close frame."""
+_BREAKS = (
+    httpx2.RemoteProtocolError,
+    httpx2.DecodingError,
+    httpx2.ReadError,
+    httpx2.ReadTimeout,
+)
+"""How a body ends before its end."""
 _MOMENT_SECONDS = 0.3
 _CLOSE_SECONDS = 2.0
 
@@ -44,7 +52,8 @@ async def http_client(
         headers=list(address.headers),
         timeout=patience_seconds,
         trust_env=bool(address.proxy),
-        limits=httpx2.Limits(max_connections=None),
+        # Each request has a connection of its own: if it breaks, no earlier request is the cause.
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
     ) as client:
         yield client
 
@@ -130,8 +139,7 @@ class Wires:
         except TimeoutError:
             return Silence(seconds)
         except ConnectionClosed as closed:
-            said = closed.rcvd
-            return Closed(ABNORMAL) if said is None else Closed(said.code, said.reason)
+            return _closed(closed)
         self._overlap.received((id(self), socket), data)
         return Frame(data)
 
@@ -148,23 +156,35 @@ class Wires:
         url = f"{self._address.url}{asked.path}"
         request = self._http.build_request(asked.method, url, content=asked.body)
         request.headers = httpx2.Headers(_sent([*request.headers.items(), *asked.headers.items()]))
-        body = bytearray()
+        if (asked.method, asked.path) == ("POST", "/responses"):
+            self._overlap.asked(request)
         try:
             async with aclosing(await self._http.send(request, stream=True)) as response:
-                try:
-                    async for piece in response.aiter_bytes():
-                        body += piece
-                        if asked.max_events and body.count(b"\n\n") >= asked.max_events:
-                            break
-                except httpx2.RemoteProtocolError:
-                    pass  # broken off: what came has to speak for itself
-                return Answer(response.status_code, dict(response.headers), bytes(body))
-        except httpx2.ConnectError as error:
+                body = await self._body(response, asked.max_events)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
             return Unreachable(_reason(error))
         except httpx2.TimeoutException:
             return Silence(self._patience_seconds)
-        except httpx2.TransportError as error:
-            return Unreachable(_reason(error))
+        except (httpx2.NetworkError, httpx2.RemoteProtocolError) as error:
+            return Closed(ABNORMAL, _reason(error))
+        self._overlap.answered(request, body)
+        return Answer(response.status_code, dict(response.headers), body)
+
+    async def _body(self, response: httpx2.Response, max_events: int | None) -> bytes:
+        """Return the body as far as it is read, or comes."""
+        reader = EventReader()
+        body, num_events = bytearray(), 0
+        try:
+            async for piece in response.aiter_bytes():
+                body += piece
+                for event in reader.feed(piece):
+                    self._overlap.received(response.request, event.data)
+                    num_events += 1
+                if max_events and num_events >= max_events:
+                    break
+        except _BREAKS:
+            pass  # what came has to speak for itself
+        return bytes(body)
 
 
 def _sent(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -172,6 +192,14 @@ def _sent(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     left out."""
     last = {name.lower(): value for name, value in headers}
     return [(name, value) for name, value in last.items() if value]
+
+
+def _closed(closed: ConnectionClosed) -> Closed:
+    """Return how it ended. What has us close is a server's frame that no client can read."""
+    if closed.rcvd is not None:
+        return Closed(closed.rcvd.code, closed.rcvd.reason)
+    ours = closed.sent
+    return Closed(ABNORMAL, "" if ours is None else f"we closed: {ours.code} {ours.reason}")
 
 
 def _reason(error: Exception) -> str:

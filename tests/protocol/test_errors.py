@@ -48,6 +48,7 @@ EVERY_KIND = [
     errors.websocket_connection_limit_reached(60),
     errors.too_many_queued(8),
     errors.too_many_connections(100),
+    errors.unknown_path("/v1/response"),
     errors.upgrade_required(),
     errors.server_error("the server made a mistake"),
     errors.shutting_down(),

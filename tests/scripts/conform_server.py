@@ -1,7 +1,7 @@
-"""The model server of the checks' tests, behind real sockets."""
+"""The model server of the checks' tests, and ones that hardly are any, behind real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 
@@ -14,6 +14,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from protocol.conformance.actions import Answer, Closed, Connect, Frame, Receive, Request, Send
 from tests.protocol.conformance.model_server import MODEL, ModelServer
 from tests.server.sockets import listening
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 _PAUSE_SECONDS = 0.001
 """After each event, for the client to say something in between."""
@@ -51,6 +53,24 @@ async def served(server: ModelServer, api_key: str | None = None) -> AsyncIterat
     app = Starlette(routes=[WebSocketRoute("/v1/responses", connect), *http])
     async with listening(app) as port:
         yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def talking(talk: Talk) -> AsyncIterator[str]:
+    """Answer one connection by ``talk``, which may break off, and give the host and port."""
+    ended = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            await talk(reader, writer)
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        ended.set()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await ended.wait()
 
 
 def _headers(sent: Mapping[str, str], api_key: str | None) -> dict[str, str]:

@@ -21,7 +21,17 @@ def test_a_url_leads_to_both_doors(url: str, http: str, socket: str) -> None:
     assert (address.url, address.socket_url) == (http, socket)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a.test", "http://", "http://a:b/v1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "ftp://a.test",
+        "http://",
+        "http://:8000/v1",
+        "http://a:b/v1",
+        "http://a.test/v1?version=1",
+    ],
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="expected a URL"):
         address_of(url)
@@ -30,6 +40,12 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 def test_a_key_is_sent_as_a_bearer_token() -> None:
     assert address_of("http://a.test", "x").headers == (("Authorization", "Bearer x"),)
     assert address_of("http://a.test").headers == ()
+
+
+@pytest.mark.parametrize("key", ["", "sk-a\n", "sk-a\r\nX: y", "schlüssel", "a b"])
+def test_a_key_that_no_header_can_have_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=r"^expected an API key of visible ASCII characters$"):
+        address_of("http://a.test", key)
 
 
 def test_this_machine_is_not_behind_a_proxy() -> None:

@@ -1,6 +1,10 @@
 """The documentation lists the checks and rules that there are."""
 
-from protocol.conformance.catalogue import CHECKS
+import re
+
+import pytest
+
+from protocol.conformance.catalogue import CHECKS, chosen
 from protocol.conformance.rules import Rule
 from scripts.conformance.document import DOCUMENT, renewed
 
@@ -26,3 +30,22 @@ def test_lists_that_are_old_are_replaced() -> None:
 
     assert old != document
     assert renewed(old) == renewed(document)
+
+
+@pytest.mark.parametrize(
+    ("heading", "num_rows"), [("Twenty things that go wrong", 20), ("The errors", 24)]
+)
+def test_what_is_said_to_be_checked_is(heading: str, num_rows: int) -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+
+    section = document.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    head, _, *rows = [
+        re.split(r" ?\| ?", line)[1:-1] for line in section.splitlines() if "|" in line
+    ]
+    checks, reasons = head.index("checks"), len(head) - 1
+    assert len(rows) == num_rows
+    for row in rows:
+        names = re.findall("`([^`]+)`", row[checks])
+        assert names or row[reasons], row
+        unknown = [name for name in names if not chosen(CHECKS, patterns=[name])]
+        assert set(unknown) <= {rule.id for rule in Rule}

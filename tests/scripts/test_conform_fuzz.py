@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol import errors
-from protocol.conformance.actions import Answer, Closed, Request
+from protocol.conformance.actions import Action, Answer, Closed, Outcome, Request
 from protocol.conformance.check import Check, Target, Way
 from protocol.conformance.play import Result, Verdict
 from protocol.conformance.rules import Rule
@@ -19,8 +19,10 @@ from scripts.conformance.address import address_of
 from scripts.conformance.fuzz import Fuzz, fuzz_checks, fuzzed
 from scripts.conformance.junk import MAX_FRAMES, Body, drawn
 from scripts.conformance.places import places
+from scripts.conformance.report import usage_of
 from scripts.conformance.shrinking import shown, smaller
 from scripts.conformance.suite import Suite
+from scripts.conformance.tokens import estimated_input, reported
 from server.settings import Settings
 from tests.protocol.conformance.model_server import Connection, ModelServer
 from tests.protocol.conformance.playing import TARGET, played
@@ -48,12 +50,26 @@ async def verdict_on(server: Callable[[], ModelServer], way: Way, num_frames: in
 
 @pytest.mark.parametrize("way", Way)
 def test_the_same_is_drawn_again(way: Way) -> None:
-    assert drawn(TARGET, way, 20) == drawn(TARGET, way, 20)
+    assert list(drawn(TARGET, way, 120)) == list(drawn(TARGET, way, 120))
+
+
+@pytest.mark.parametrize("way", Way)
+def test_fewer_are_the_first_of_more(way: Way) -> None:
+    few, more = ([frame for sent in drawn(TARGET, way, num) for frame in sent] for num in (30, 55))
+
+    assert more[: len(few)] == few
+    assert len(few) <= 30 < len(more) <= 55
+
+
+def test_what_is_drawn_is_distinct() -> None:
+    frames = [repr(frame) for sent in drawn(TARGET, Way.CHAINED, 150) for frame in sent]
+
+    assert len(set(frames)) == len(frames)
 
 
 def test_each_way_has_its_own_frames() -> None:
     def text(way: Way) -> str:
-        return repr(drawn(TARGET, way, 40))
+        return repr(list(drawn(TARGET, way, 40)))
 
     assert "response.append" in text(Way.APPEND)
     assert "response.inject" in text(Way.INJECT)
@@ -91,6 +107,7 @@ async def test_a_correct_server_answers_whatever_is_sent(way: Way) -> None:
     assert verdict.result is Result.PASSED, verdict.message
     assert "frames" in verdict.message
     assert 0 < verdict.num_requests <= check_of(way, FEW).num_requests
+    assert usage_of(verdict).num_input_tokens > reported(verdict.lines).num_input_tokens
 
 
 @pytest.mark.slow
@@ -138,6 +155,28 @@ class Crashing(ModelServer):
         return super().post(body, *rest)
 
 
+class HangingUp(ModelServer):
+    """Ends a connection at a body that is no JSON."""
+
+    def perform(self, action: Action) -> Outcome:
+        if isinstance(action, Request):
+            try:
+                json.loads(action.body or b"")
+            except (ValueError, RecursionError):
+                return Closed(1006)
+        return super().perform(action)
+
+
+class Garbled(ModelServer):
+    """Answers an append with what no client can read, which has the client close."""
+
+    def take_event(self, connection: Connection, kind: str, frame: Event) -> None:
+        if kind == "response.append":
+            connection.out.append(Closed(1006, "we closed: 1007 invalid start byte"))
+            return
+        super().take_event(connection, kind, frame)
+
+
 class Silent(ModelServer):
     """Says nothing to what is no JSON."""
 
@@ -175,10 +214,12 @@ class Blaming(ModelServer):
     ("server", "way", "says"),
     [
         (Crashing, Way.HTTP, "a 500 with the error None"),
+        (HangingUp, Way.HTTP, "the server closed: 1006"),
         (Crashing, Way.CHAINED, "the server closed: 1011"),
         (Crashing, Way.INJECT, "the server closed: 1011"),
         (Silent, Way.CHAINED, "nothing came"),
         (Silent, Way.APPEND, "nothing came"),
+        (Garbled, Way.APPEND, "the server closed: 1006 we closed: 1007"),
         (Lenient, Way.CHAINED, "what is no JSON object is answered with"),
         (Blaming, Way.CHAINED, "refused as an error of the server"),
     ],
@@ -230,12 +271,19 @@ def test_no_junk_is_sent_unless_it_is_asked_for() -> None:
 @pytest.mark.parametrize("num_frames", [1, 4, 5, 20])
 def test_no_more_frames_are_drawn_than_asked_for(num_frames: int) -> None:
     for check in fuzz_checks(num_frames):
-        exchanges = drawn(TARGET, check.way, num_frames)
+        exchanges = list(drawn(TARGET, check.way, num_frames))
 
         assert 0 < sum(map(len, exchanges)) <= num_frames
         assert max(map(len, exchanges)) <= MAX_FRAMES
         assert check.num_requests > num_frames
         assert check.is_alone, "others are not to suffer from it"
+
+
+@pytest.mark.parametrize("way", Way)
+def test_junk_is_estimated_to_be_as_long_as_a_request_that_is_right(way: Way) -> None:
+    check = check_of(way)
+
+    assert 50 < estimated_input([check], TARGET) / check.num_requests < 200
 
 
 # --- Smaller -------------------------------------------------------------------------------------
@@ -266,6 +314,12 @@ def test_what_is_no_json_is_cut_into_pieces() -> None:
 
     assert less[:2] == ["ab", '{"']
     assert all(len(text) < 4 for text in less)
+
+
+def test_what_follows_json_is_left_out_before_its_members() -> None:
+    first, *_, last = smaller(['{"a": 1} x'])
+
+    assert (first, last) == (['{"a": 1}x'], ["{} x"])
 
 
 def test_headers_of_a_body_are_left_out_first() -> None:

@@ -19,7 +19,7 @@ from server.settings import Settings
 from tests.scripts.test_conform_suite import Watching
 from tests.server.running import serving
 
-NOT_HERE = {"http/image-input"}
+NOT_HERE = {"http/image-input", "http/broken-image-is-refused"}
 CITIES = ('{"city": "Oslo"}', '{"city": "Rome"}')
 CALLS = "\n".join(call_text(FunctionCall("", "get_weather", city)) for city in CITIES)
 """Two calls at once, where the turn may make them."""

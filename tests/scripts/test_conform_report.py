@@ -40,6 +40,11 @@ def test_only_failures_and_errors_are_unclean(played: Played, is_it: bool) -> No
     assert is_clean([PASSED, played]) is is_it
 
 
+@pytest.mark.parametrize("all_played", [[], [ABSENT], [LEFT, ABSENT]])
+def test_it_is_not_clean_where_nothing_passed(all_played: list[Played]) -> None:
+    assert not is_clean(all_played)
+
+
 def test_people_are_told_why_it_failed_and_shown_the_last_frames() -> None:
     text = printed(*ALL, notes=("the server is slow",))
 
@@ -52,6 +57,7 @@ def test_people_are_told_why_it_failed_and_shown_the_last_frames() -> None:
     assert "no upgrade" in text
     assert "the server is slow" in text
     assert "1 passed, 1 failed, 1 not supported, 1 error, 1 not run, 3 requests made" in text
+    assert "3 requests made, no usage reported" in text
 
 
 def test_people_see_one_of_many_deltas() -> None:
@@ -89,6 +95,17 @@ def test_json_has_every_frame_of_a_failure() -> None:
     assert passed["rule"]["id"] == CHECKS[0].rule.id
     assert failed["rule"]["id"] == "one-terminal"
     assert len(failed["frames"]) == 20
+
+
+def test_what_was_used_is_summed_up() -> None:
+    usage = '{"id": "resp_1", "usage": {"input_tokens": 1200, "output_tokens": 3}}'
+    lines = (Line(Direction.IN, "http", "200"), Line(Direction.IN, "http", usage))
+    used = Played(Verdict(CHECKS[0], Result.PASSED, lines=lines), 0.1)
+
+    assert "2,400 input and 6 output tokens reported" in printed(used, PASSED, used)
+    document = json.loads(as_json("u", [used, PASSED, used], []))
+    assert document["usage"] == {"input_tokens": 2400, "output_tokens": 6}
+    assert [check["usage"]["output_tokens"] for check in document["checks"]] == [3, 0, 3]
 
 
 def test_junit_is_xml_whatever_the_server_sends() -> None:

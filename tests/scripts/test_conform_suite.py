@@ -1,13 +1,22 @@
 """Checks over real sockets, several at a time, come to what they come to without."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from websockets.asyncio.server import ServerConnection, serve
 
+from protocol.codec import decode_object, encode
 from protocol.conformance.actions import (
+    Action,
     Answer,
     Close,
     Closed,
@@ -26,13 +35,15 @@ from protocol.conformance.actions import (
 from protocol.conformance.catalogue import CHECKS, chosen
 from protocol.conformance.check import Check, Target
 from protocol.conformance.play import Result
+from protocol.conformance.server_sent_events import sent_events
 from scripts.conformance.address import address_of
 from scripts.conformance.overlap import Overlap
 from scripts.conformance.suite import Played, Suite
 from scripts.conformance.wires import Wires, http_client
 from tests.protocol.conformance.model_server import ModelServer
-from tests.scripts.conform_server import served
-from tests.server.sockets import DEADLINE_SECONDS
+from tests.protocol.streams import new_stream
+from tests.scripts.conform_server import Talk, served, talking
+from tests.server.sockets import DEADLINE_SECONDS, listening
 
 Handler = Callable[[ServerConnection], Any]
 
@@ -102,6 +113,42 @@ async def test_a_server_that_is_not_there_is_an_error_of_each_check() -> None:
     assert set(found.values()) == {Result.ERROR}
 
 
+async def test_what_breaks_is_an_error_and_the_other_checks_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    perform = Wires.perform
+
+    async def breaks_at_get(self: Wires, action: Action) -> Outcome:
+        if isinstance(action, Request) and (action.method, action.path) == ("GET", "/responses"):
+            raise RuntimeError("oops")
+        return await perform(self, action)
+
+    monkeypatch.setattr(Wires, "perform", breaks_at_get)
+    checks = chosen(CHECKS, patterns=["http/one-path-*", "http/basic-response"])
+    watching = Watching()
+    async with served(ModelServer()) as url:
+        suite = Suite(address_of(url), Target("made-up"), watching, jobs=1)
+        await suite.play(checks)
+
+    broken, other = watching.played
+    assert (broken.verdict.result, other.verdict.result) == (Result.ERROR, Result.PASSED)
+    assert broken.verdict.message.endswith("RuntimeError: oops")
+
+
+async def test_what_breaks_among_scenarios_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(self: Wires, action: Action) -> Outcome:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(Wires, "perform", breaks)
+    watching = Watching()
+    checks = chosen(CHECKS, patterns=["http/requests-at-once-are-apart"])
+    await Suite(address_of("http://127.0.0.1:1"), Target(), watching).play(checks)
+
+    (played,) = watching.played
+    assert played.verdict.result is Result.ERROR
+    assert played.verdict.message.endswith("RuntimeError: oops")
+
+
 async def test_no_more_checks_run_at_once_than_there_are_jobs() -> None:
     watching = Watching()
     async with served(ModelServer()) as url:
@@ -135,9 +182,11 @@ async def test_what_was_found_before_an_interruption_is_known() -> None:
 async def test_a_check_that_never_ends_is_given_up() -> None:
     async def chatty(socket: ServerConnection) -> None:
         async for _ in socket:
-            for number in range(1_000_000):
-                event = f'{{"type": "acme:beat", "sequence_number": {number}}}'
-                await socket.send(event)
+            for event in new_stream().start():
+                await socket.send(encode(event), text=True)
+            for number in range(2, 1_000_000):
+                beat = f'{{"type": "acme:beat", "sequence_number": {number}}}'
+                await socket.send(beat)
                 await asyncio.sleep(0)
 
     watching = Watching()
@@ -210,6 +259,25 @@ async def test_a_connection_that_is_dropped_is_closed_without_a_word() -> None:
     assert await over(drop, Connect("a"), Receive("a")) == [Opened(), Closed(1006)]
 
 
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (b"\x81\x02\xff\xfe", "we closed: 1007 invalid start byte"),
+        (b"\xf1\x02{}", "we closed: 1002 reserved bits"),
+    ],
+)
+async def test_a_frame_that_no_client_can_read_is_told(frame: bytes, says: str) -> None:
+    async def garble(socket: ServerConnection) -> None:
+        socket.transport.write(frame)
+        await socket.wait_closed()
+
+    _, closed = await over(garble, Connect("a"), Receive("a"))
+
+    assert isinstance(closed, Closed)
+    assert closed.code == 1006
+    assert closed.reason.startswith(says)
+
+
 async def test_a_server_that_says_nothing_is_waited_for() -> None:
     async def silent(socket: ServerConnection) -> None:
         await socket.wait_closed()
@@ -238,6 +306,141 @@ async def test_a_request_is_answered() -> None:
     assert isinstance(found, Answer)
     assert found.status == 426
     assert found.headers["content-type"] == "application/json"
+
+
+class Encodes(ModelServer):
+    """Sends bodies that are not encoded as it says."""
+
+    def answer(self, request: Request) -> Answer:
+        found = super().answer(request)
+        return Answer(found.status, {**found.headers, "content-encoding": "gzip"}, found.body)
+
+
+async def test_a_body_that_cannot_be_decoded_is_none() -> None:
+    async with served(Encodes()) as url:
+        (found,) = await outcomes(url, Request("GET", "/responses"))
+
+    assert isinstance(found, Answer)
+    assert (found.status, found.body) == (426, b"")
+
+
+async def request_of(talk: Talk, patience_seconds: float = DEADLINE_SECONDS) -> Outcome:
+    """Make a request of a server that reads it and then goes on with ``talk``."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await talk(reader, writer)
+
+    async with talking(answer) as host:
+        (found,) = await outcomes(
+            f"http://{host}", Request("GET", "/responses"), patience_seconds=patience_seconds
+        )
+    return found
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    pass
+
+
+async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    )
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("talk", [hang_up, reset])
+async def test_a_request_that_a_server_ends_without_an_answer_is_closed(talk: Talk) -> None:
+    found = await request_of(talk)
+
+    assert isinstance(found, Closed)
+    assert found.code == 1006
+
+
+async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+    await writer.drain()
+
+
+async def begin_and_reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await begin(reader, writer)
+    await asyncio.sleep(0.05)  # a reset throws away what has not been read
+    await reset(reader, writer)
+
+
+async def begin_and_stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await begin(reader, writer)
+    await reader.read()
+
+
+@pytest.mark.parametrize("talk", [begin, begin_and_reset, begin_and_stall])
+async def test_of_a_body_that_breaks_off_is_kept_what_came(talk: Talk) -> None:
+    found = await request_of(talk, patience_seconds=0.1)
+
+    assert isinstance(found, Answer)
+    assert found.body == b"half"
+
+
+async def test_each_request_has_a_connection_of_its_own() -> None:
+    clients = []
+
+    async def answer(request: HttpRequest) -> Response:
+        clients.append(request.client)
+        return Response()
+
+    async with listening(Starlette(routes=[Route("/v1/responses", answer)])) as port:
+        await outcomes(f"http://127.0.0.1:{port}", *[Request("GET", "/responses")] * 2)
+
+    assert len(set(clients)) == 2
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+async def test_a_client_goes_away_after_so_many_events(end: bytes) -> None:
+    async def answer(request: HttpRequest) -> Response:
+        return StreamingResponse(beats(), media_type="text/event-stream")
+
+    async def beats() -> AsyncIterator[bytes]:
+        for number in count():
+            yield b": a beat\n\ndata: %d\n\n".replace(b"\n", end) % number
+            await asyncio.sleep(0)
+
+    async with listening(Starlette(routes=[Route("/v1/responses", answer)])) as port:
+        request = Request("GET", "/responses", max_events=3)
+        (found,) = await outcomes(f"http://127.0.0.1:{port}", request)
+
+    assert isinstance(found, Answer)
+    assert [event.data for event in sent_events(found.body)][:3] == ["0", "1", "2"]
+
+
+class Log(Overlap):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def asked(self, connection: Hashable) -> None:
+        self.told.append("asked")
+
+    def received(self, connection: Hashable, data: str | bytes) -> None:
+        self.told.append(str(data) if data == "[DONE]" else decode_object(data)["type"])
+
+    def answered(self, connection: Hashable, body: bytes) -> None:
+        self.told.append("answered")
+
+
+async def test_responses_over_http_are_noted_as_they_come() -> None:
+    log = Log()
+    body = encode({"input": "Hi.", "stream": True, "max_output_tokens": 1})
+    async with served(ModelServer()) as url, http_client(address_of(url), 20.0) as http:
+        wires = Wires(address_of(url), http, 20.0, log)
+        await wires.perform(Request("POST", "/responses", body))
+        await wires.perform(Request("POST", "/responses/input_tokens", body))
+        await wires.perform(Request("GET", "/models"))
+
+    assert log.told[:3] == ["asked", "response.created", "response.in_progress"]
+    assert log.told[-3:] == ["answered"] * 3
+    assert log.told[-5:-3] == ["response.incomplete", "[DONE]"]
 
 
 async def test_a_scenario_may_bring_a_wrong_key_or_none() -> None:

@@ -2,12 +2,16 @@
 
 from protocol.conformance.actions import Scenario
 from protocol.conformance.check import Checks, Target, Way
+from protocol.conformance.http_steps import ask, post_refused
+from protocol.conformance.lane_steps import create_on
 from protocol.conformance.rules import NotSupportedError, Rule, expect
 from protocol.conformance.socket_steps import CALLING, TOOL, connect
 from protocol.conformance.steps import refused
 
 checks = Checks()
 
+_UNKNOWN = (404, 405, 501)
+"""Not there, or not offered, where nothing is kept."""
 _FEW_TOKENS = 16
 """How many at the end of a response may have to be read again, as they are never in a cache."""
 
@@ -66,6 +70,19 @@ def other_connection_knows_no_parent(target: Target, way: Way) -> Scenario:
     expect(events[-1]["type"] != "response.failed", "the connection is not usable any more")
 
 
+@checks.over(Way.CHAINED, rule=Rule.STORE_FALSE_IS_LOCAL, requests=3, responses=1)
+def http_knows_nothing_of_a_connection(target: Target, way: Way) -> Scenario:
+    """What is not stored, and still open to its connection, is unknown over HTTP."""
+    socket = yield from connect(target, way)
+    parent = (yield from socket.create())[-1]["response"]
+    continued = yield from post_refused(target, previous_response_id=parent["id"])
+    found = yield from ask("GET", f"/responses/{parent['id']}")
+
+    continued.expect(code="previous_response_not_found", param="previous_response_id")
+    is_unknown = found.status in _UNKNOWN
+    expect(is_unknown, f"it is not stored, and GET is answered with {found.status}")
+
+
 @checks.over(Way.CHAINED, rule=Rule.FAILED_CONTINUATION_EVICTS, requests=3, responses=1)
 def failed_continuation_evicts_its_parent(target: Target, way: Way) -> Scenario:
     """After a continuation that failed, its parent is not found any more."""
@@ -100,9 +117,9 @@ def warm_up_is_a_parent_twice(target: Target, way: Way) -> Scenario:
     expect(warm["status"] == "completed", f"the warm-up is {warm['status']}")
     expect(warm["output"] == [], f"the warm-up has the output {warm['output']}")
     expect(warm.get("usage") is not None, "the warm-up has no usage")
+    # On the lane of the warm-up, the first continuation may take its place.
     for lane in ("a", "b"):
-        asked = {"previous_response_id": warm["id"], "stream_id": lane, **CALLING}
-        events = yield from socket.create(**asked)
+        events = yield from create_on(socket, lane, previous_response_id=warm["id"], **CALLING)
         expect(events[-1]["type"] == "response.completed", "a continuation did not complete")
 
 

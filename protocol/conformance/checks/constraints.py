@@ -8,10 +8,10 @@ from protocol.conformance.actions import Scenario, Steps
 from protocol.conformance.captured import read_event_stream
 from protocol.conformance.check import Checks, Target, Way
 from protocol.conformance.http_steps import ask, refusal_of
-from protocol.conformance.refusals import refusal
+from protocol.conformance.refusals import Refusal, refusal
 from protocol.conformance.rules import NonconformityError, NotSupportedError, Rule, expect
 from protocol.conformance.shapes import Event
-from protocol.conformance.socket_steps import BOTH, CALLING, TOOL, calls_in, connect
+from protocol.conformance.socket_steps import BOTH, CALLING, TOOL, Socket, calls_in, connect
 from protocol.conformance.steps import streamed
 
 checks = Checks()
@@ -79,6 +79,18 @@ def tiny_limits_are_kept(target: Target, way: Way) -> Scenario:
         expect(num_tokens <= limit, f"{num_tokens} tokens, and {limit} were allowed")
 
 
+@checks.over(Way.CHAINED, rule=Rule.CONTINUES_FROM_PARENT, requests=len(_TINY_LIMITS) + 1)
+def tiny_responses_are_continued(target: Target, way: Way) -> Scenario:
+    """A response that ended at a limit of 1 to 5 tokens can be continued, by the next of them."""
+    socket = yield from connect(target, way)
+    first, *others = _TINY_LIMITS
+    parent = (yield from _limited_on(socket, first))[-1]["response"]
+    for limit in (*others, _LEAST_LIMIT):
+        events = yield from socket.follow(parent, "Go on.", max_output_tokens=limit)
+        _expect_continued(parent, events[-1]["response"])
+        parent = events[-1]["response"]
+
+
 def _limited(target: Target, way: Way, limit: int) -> Steps[list[Event]]:
     """Return the events of a response of so many tokens.
 
@@ -86,24 +98,32 @@ def _limited(target: Target, way: Way, limit: int) -> Steps[list[Event]]:
         NonconformityError: it is refused.
         NotSupportedError: it is refused for its limit, which hosted models let be no less than 16.
     """
-    asked = {"input": _COUNTING, "max_output_tokens": limit}
     if way is Way.HTTP:
-        answer = yield from ask("POST", "/responses", encode(target.body(stream=True, **asked)))
+        body = target.body(stream=True, input=_COUNTING, max_output_tokens=limit)
+        answer = yield from ask("POST", "/responses", encode(body))
         if answer.status == 200:
             return read_event_stream(answer.body, judges_frames=False)
-        refused = refusal_of(answer)
-    else:
-        socket = yield from connect(target, way)
-        yield from socket.send_create(**asked)
-        event = yield from socket.receive()
-        if event["type"] != "error":
-            events = [event, *(yield from socket.segment())]
-            yield from socket.close()
-            return events
-        refused = refusal(event["status"], event["error"])
+        raise _too_little(refusal_of(answer))
+    socket = yield from connect(target, way)
+    events = yield from _limited_on(socket, limit)
+    yield from socket.close()
+    return events
+
+
+def _limited_on(socket: Socket, limit: int) -> Steps[list[Event]]:
+    """Return the events of a response of so many tokens, as ``_limited`` does."""
+    yield from socket.send_create(input=_COUNTING, max_output_tokens=limit)
+    event = yield from socket.receive()
+    if event["type"] == "error":
+        raise _too_little(refusal(event["status"], event["error"]))
+    return [event, *(yield from socket.segment())]
+
+
+def _too_little(refused: Refusal) -> NonconformityError | NotSupportedError:
+    """Return what it means that a response with a limit is refused."""
     if refused.param == "max_output_tokens":
-        raise NotSupportedError(str(refused))
-    raise NonconformityError(f"refused: {refused}")
+        return NotSupportedError(str(refused))
+    return NonconformityError(f"refused: {refused}")
 
 
 @checks.over(Way.CHAINED, rule=Rule.CONTINUES_FROM_PARENT, requests=2)
@@ -116,7 +136,13 @@ def torn_response_is_continued(target: Target, way: Way) -> Scenario:
         raise NotSupportedError("the model has less to say")
     child = (yield from socket.follow(torn, "Go on."))[-1]["response"]
 
-    expect(child["status"] != "failed", "the continuation failed")
+    _expect_continued(torn, child)
+
+
+def _expect_continued(torn: Event, child: Event) -> None:
+    """Require that ``child`` goes on from ``torn``."""
+    num_tokens = torn["usage"]["output_tokens"]
+    expect(child["status"] != "failed", f"what continues {num_tokens} tokens failed")
     named = child.get("previous_response_id")
     expect(named == torn["id"], f"the parent is {torn['id']}, named is {named}")
 

@@ -17,11 +17,26 @@ from protocol.conformance.socket_steps import (
     connect,
     output,
 )
+from protocol.conformance.steps import streamed
 
 checks = Checks()
 
 _TOOLS: Event = {"tools": [TOOL], "parallel_tool_calls": False}
+_QUESTION: Event = {"type": "message", "role": "user", "content": CALLING["input"]}
+_CALL: Event = {
+    "type": "function_call",
+    "call_id": "call_1",
+    "name": TOOL["name"],
+    "arguments": '{"city": "Oslo"}',
+}
 _FIRM: Event = {"temperature": 0}
+_NUM_WORDS = 400
+_PARTS = [{"type": "input_text", "text": "It is dry. Yes. " * (_NUM_WORDS // 8)} for _ in range(2)]
+"""So long that the tokens that a response has read tell whether both were among them."""
+_LEAST_LIMIT = 16
+"""The least that hosted models allow."""
+_FEW_TOKENS = 4
+"""How many a letter may be, and fewer than it takes to say that there is an output."""
 _WEATHER = "Oslo: 7 °C, утром дождь, 夕方は晴れ."
 
 
@@ -32,14 +47,26 @@ def whole_conversation_is_answered_alike(target: Target, way: Way) -> Scenario:
     That is told where its parts were told: a server that goes on from the tokens that it sampled
     may know them there only, and the same text can be other tokens.
     """
-    first = yield from _told_in_parts(target, way, "first")
-    second = yield from _told_in_parts(target, way, "second")
-    if (first.call, first.said) != (second.call, second.said):
-        raise NotSupportedError("the same is not answered alike twice, whatever the temperature")
-    call = {**second.call, "call_id": second.call_id}
-    said = yield from _told_whole(target, second.socket, call)
+    yield from _expect_answered_alike(target, way, _WEATHER)
 
-    expect(said == second.said, f"in parts it is answered with {second.said}, whole with {said}")
+
+@checks.over(*Way, rule=Rule.SAME_CONTEXT, requests=5)
+def empty_output_is_answered_alike(target: Target, way: Way) -> Scenario:
+    """A call to which the output is empty is not left out where the conversation is in parts."""
+    yield from _expect_answered_alike(target, way, "")
+
+
+@checks.over(Way.HTTP, Way.CHAINED, rule=Rule.ANY_OUTPUT, requests=3)
+def outputs_are_read(target: Target, way: Way) -> Scenario:
+    """In a whole conversation each part of an output is read, and what has none is not left out."""
+    empty = yield from _num_read(target, way, "")
+    letter = yield from _num_read(target, way, "7")
+    listed = yield from _num_read(target, way, _PARTS)
+
+    message = f"an empty output makes {empty} tokens of input, and one of a letter {letter}"
+    expect(0 <= letter - empty <= _FEW_TOKENS, message)
+    message = f"{_NUM_WORDS} words in two parts make {listed} tokens of input, and none {empty}"
+    expect(listed >= empty + _NUM_WORDS, message)
 
 
 @checks.over(*Way, rule=Rule.ANY_OUTPUT, requests=2)
@@ -54,11 +81,17 @@ def output_of_any_script_is_taken(target: Target, way: Way) -> Scenario:
     yield from _with_output(target, way, f'{_WEATHER} "☂"\t\\ \u0001 \U0001f327')
 
 
-@checks.over(*Way, rule=Rule.ANY_OUTPUT, requests=2)
+@checks.over(*Way, rule=Rule.ANY_OUTPUT, requests=4)
 def listed_output_is_taken(target: Target, way: Way) -> Scenario:
-    """The output of a call may be a list of parts."""
-    parts = [{"type": "input_text", "text": text} for text in ("It is dry.", "It is 7 °C.")]
-    yield from _with_output(target, way, parts)
+    """The output of a call may be a list of parts, each of which is read."""
+    empty = yield from _with_output(target, way, "", "first")
+    listed = yield from _with_output(target, way, _PARTS, "second")
+
+    # The model may have thought of more before the one call than before the other.
+    least = empty["usage"]["input_tokens"] + _NUM_WORDS * 3 // 4
+    num_read = listed["usage"]["input_tokens"]
+    message = f"with {_NUM_WORDS} words in two parts, {num_read} tokens are read, and not {least}"
+    expect(num_read >= least, message)
 
 
 @checks.over(Way.CHAINED, rule=Rule.ECHOES, requests=2)
@@ -96,7 +129,23 @@ class _Told(NamedTuple):
     said: list[str]
 
 
-def _told_in_parts(target: Target, way: Way, name: str) -> Steps[_Told]:
+def _expect_answered_alike(target: Target, way: Way, told: str) -> Steps[None]:
+    """Require that a conversation with this output is answered alike in parts and whole.
+
+    Raises:
+        NotSupportedError: it is not answered alike in parts, twice.
+    """
+    first = yield from _told_in_parts(target, way, told, "first")
+    second = yield from _told_in_parts(target, way, told, "second")
+    if (first.call, first.said) != (second.call, second.said):
+        raise NotSupportedError("the same is not answered alike twice, whatever the temperature")
+    call = {**second.call, "call_id": second.call_id}
+    said = yield from _told_whole(target, second.socket, call, told)
+
+    expect(said == second.said, f"in parts it is answered with {second.said}, whole with {said}")
+
+
+def _told_in_parts(target: Target, way: Way, told: str, name: str) -> Steps[_Told]:
     """Have the model call, give it the output, and return what came of it.
 
     Raises:
@@ -108,41 +157,52 @@ def _told_in_parts(target: Target, way: Way, name: str) -> Steps[_Told]:
         if first.get("store") is not True:
             raise NotSupportedError("the response says that it is not stored")
         call = _the_call(first["output"])
-        asked = {"previous_response_id": first["id"], "input": [output(call, _WEATHER)]}
+        asked = {"previous_response_id": first["id"], "input": [output(call, told)]}
         last = yield from post(target, store=True, **asked, **_TOOLS, **_FIRM)
         echo = _only_call(first["output"])
         return _Told(None, call["call_id"], echo, _said(last["output"]))
     socket = yield from connect(target, way, name)
     called = yield from socket.call(**_FIRM)
-    events = yield from _go_on(socket, way, called, called.outputs(_WEATHER), **_FIRM)
+    events = yield from _go_on(socket, way, called, called.outputs(told), **_FIRM)
     echo = _only_call(_items(called.events))
     return _Told(socket, called.calls[0]["call_id"], echo, _said(_items(events)))
 
 
-def _told_whole(target: Target, socket: Socket | None, call: Event) -> Steps[list[str]]:
+def _told_whole(target: Target, socket: Socket | None, call: Event, told: str) -> Steps[list[str]]:
     """Tell the conversation again, at once, and return what is said to it."""
-    question = {"type": "message", "role": "user", "content": CALLING["input"]}
-    told = {"input": [question, call, output(call, _WEATHER)], **_TOOLS, **_FIRM}
+    asked = {"input": [_QUESTION, call, output(call, told)], **_TOOLS, **_FIRM}
     if socket is None:
-        return _said((yield from post(target, **told))["output"])
-    return _said(_items((yield from socket.create(**told))))
+        return _said((yield from post(target, **asked))["output"])
+    return _said(_items((yield from socket.create(**asked))))
 
 
-def _with_output(target: Target, way: Way, told: Any) -> Steps[None]:
-    """Have the model call, and require that it goes on when it is told this output."""
+def _num_read(target: Target, way: Way, told: Any) -> Steps[int]:
+    """Tell a whole conversation with this output, and return how many tokens are read of it."""
+    items = [_QUESTION, _CALL, output(_CALL, told)]
+    asked = {"tools": [TOOL], "tool_choice": "none", "max_output_tokens": _LEAST_LIMIT}
+    events = yield from streamed(target, way, input=items, **asked)
+    response = events[-1]["response"]
+    expect(response["status"] != "failed", f"the response fails: {response.get('error')}")
+    num_tokens: int = response["usage"]["input_tokens"]
+    return num_tokens
+
+
+def _with_output(target: Target, way: Way, told: Any, name: str = "socket") -> Steps[Event]:
+    """Have the model call, and return the response with which it goes on when it is told this
+    output."""
     if way is Way.HTTP:
         call = _the_call((yield from post(target, **CALLING))["output"])
-        question = {"type": "message", "role": "user", "content": CALLING["input"]}
         echo = {"call_id": call["call_id"], **_only_call([call])}
-        items = [question, echo, output(call, told)]
+        items = [_QUESTION, echo, output(call, told)]
         response = yield from post(target, input=items, **_TOOLS)
     else:
-        socket = yield from connect(target, way)
+        socket = yield from connect(target, way, name)
         called = yield from socket.call()
         outputs = [output(call, told) for call in called.calls]
         response = (yield from _go_on(socket, way, called, outputs))[-1]["response"]
 
     expect(response["status"] != "failed", f"the response fails: {response.get('error')}")
+    return response
 
 
 def _go_on(

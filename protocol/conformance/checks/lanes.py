@@ -2,8 +2,9 @@
 
 from protocol.conformance.actions import Scenario, Steps
 from protocol.conformance.check import Checks, Target, Way
+from protocol.conformance.lane_steps import create_on, raise_unless_on_a_lane
 from protocol.conformance.refusals import refusal
-from protocol.conformance.rules import NotSupportedError, Rule, expect
+from protocol.conformance.rules import NonconformityError, Rule, UnusableError, expect
 from protocol.conformance.shapes import TERMINAL_TYPES, Event
 from protocol.conformance.socket_steps import Socket, connect, output
 
@@ -12,6 +13,7 @@ checks = Checks()
 _ENDS = (*TERMINAL_TYPES, "error")
 _FEW_TOKENS = 16
 _NOBODY = "resp_0123456789abcdef"
+_WRONG_NAMES = ("", "a b", "a" * 257, 5, True, ["one"])
 _ORPHAN = output({"type": "function_call", "call_id": "call_none"})
 
 
@@ -25,11 +27,12 @@ def default_lane_has_no_name(target: Target, way: Way) -> Scenario:
     expect(not named, f"events with a stream_id: {named}")
 
 
-@checks.over(Way.CHAINED, rule=Rule.LANE_NAMES, requests=3, responses=0)
+@checks.over(Way.CHAINED, rule=Rule.LANE_NAMES, requests=len(_WRONG_NAMES) + 1, responses=1)
 def wrong_names_are_refused(target: Target, way: Way) -> Scenario:
-    """A lane of no name, of a space, or of 257 letters is `invalid_stream_id`."""
+    """A lane of no name, of a space, of 257 letters, or of no string is `invalid_stream_id`."""
     socket = yield from connect(target, way)
-    for name in ("", "a b", "a" * 257):
+    yield from create_on(socket, "one")
+    for name in _WRONG_NAMES:
         found = yield from socket.refuse(stream_id=name)
         found.expect(code="invalid_stream_id", param="stream_id")
 
@@ -39,9 +42,7 @@ def longest_name_is_taken(target: Target, way: Way) -> Scenario:
     """A lane may be called by 256 letters, digits, and `_.-`."""
     socket = yield from connect(target, way)
     name = "Az09_.-" + "z" * 249
-    events = yield from socket.create(stream_id=name)
-    if "stream_id" not in events[0]:
-        raise NotSupportedError("stream_id is ignored")
+    events = yield from create_on(socket, name)
 
     named = {event["stream_id"] for event in events}
     expect(named == {name}, f"the lane is called {named}")
@@ -67,9 +68,7 @@ def lanes_are_told_apart(target: Target, way: Way) -> Scenario:
     socket = yield from connect(target, way)
     for name in ("one", "two"):
         yield from socket.send_create(stream_id=name)
-    event = yield from socket.receive()
-    if "stream_id" not in event:
-        raise NotSupportedError("stream_id is ignored")
+    raise_unless_on_a_lane((yield from socket.up_to("response.created"))[-1])
     ended: list[str] = []
     while len(ended) < 2:
         event = yield from socket.receive()
@@ -101,7 +100,10 @@ def seventeenth_create_waits(target: Target, way: Way) -> Scenario:
     names = [f"lane-{i}" for i in range(17)]
     for name in names:
         yield from socket.send_create(stream_id=name, max_output_tokens=_FEW_TOKENS)
-    told = yield from _told_of(socket, *names)
+    try:
+        told = yield from _told_of(socket, *names)
+    except UnusableError as limited:  # it is of these creates that there are too many
+        raise NonconformityError(f"one is refused, and does not wait: {limited}") from None
 
     refused = [event["error"] for event in told if event["type"] == "error"]
     expect(not refused, f"{len(refused)} are refused: {refused[:1]}")
@@ -113,7 +115,7 @@ def seventeenth_create_waits(target: Target, way: Way) -> Scenario:
 def errors_name_their_lane(target: Target, way: Way) -> Scenario:
     """An error carries the `stream_id` of its create; of the default lane, or a bad name, none."""
     socket = yield from connect(target, way)
-    yield from _response_on(socket, "one")
+    yield from create_on(socket, "one")
     for lane, name in (({"stream_id": "one"}, "one"), ({"stream_id": "a b"}, None), ({}, None)):
         yield from socket.send_create(input=5, **lane)
         error = yield from socket.receive()
@@ -126,7 +128,7 @@ def errors_name_their_lane(target: Target, way: Way) -> Scenario:
 def failing_fork_evicts_nothing(target: Target, way: Way) -> Scenario:
     """After a fork on another lane that failed, its parent is still there."""
     socket = yield from connect(target, way)
-    parent = yield from _response_on(socket, "one")
+    parent = (yield from create_on(socket, "one"))[-1]["response"]
     asked = {"previous_response_id": parent["id"], "stream_id": "two", "input": [_ORPHAN]}
     yield from socket.refuse(**asked)
     events = yield from socket.follow(parent, "And again.", stream_id="one")
@@ -139,9 +141,7 @@ def failure_leaves_other_lanes_alone(target: Target, way: Way) -> Scenario:
     """While a response is told on one lane, creates fail on others, and it goes on to its end."""
     socket = yield from connect(target, way)
     yield from socket.send_create(stream_id="one")
-    first = yield from socket.receive()
-    if "stream_id" not in first:
-        raise NotSupportedError("stream_id is ignored")
+    raise_unless_on_a_lane((yield from socket.up_to("response.created"))[-1])
     yield from socket.send_create(stream_id="two", input=5)
     yield from socket.send_create(stream_id="three", previous_response_id=_NOBODY)
     told = yield from _told_of(socket, "one", "two", "three")
@@ -156,7 +156,7 @@ def failure_leaves_other_lanes_alone(target: Target, way: Way) -> Scenario:
 def fork_keeps_its_parent(target: Target, way: Way) -> Scenario:
     """A fork in progress ends as one in calm does, although the parent's lane goes on."""
     socket = yield from connect(target, way)
-    parent = yield from _response_on(socket, "one")
+    parent = (yield from create_on(socket, "one"))[-1]["response"]
     forked = {"previous_response_id": parent["id"], "input": "And again."}
     calm = (yield from socket.create(stream_id="calm", **forked))[-1]["response"]
     yield from socket.send_create(stream_id="fork", **forked)
@@ -171,19 +171,6 @@ def fork_keeps_its_parent(target: Target, way: Way) -> Scenario:
     expect(read[0] == read[1], f"it has {read[1]} tokens of input, and in calm {read[0]}")
 
 
-def _response_on(socket: Socket, name: str) -> Steps[Event]:
-    """Return a response of the lane ``name``.
-
-    Raises:
-        NotSupportedError: there are no lanes.
-    """
-    events = yield from socket.create(stream_id=name)
-    if "stream_id" not in events[0]:
-        raise NotSupportedError("stream_id is ignored")
-    response: Event = events[-1]["response"]
-    return response
-
-
 def _told_of(socket: Socket, *names: str) -> Steps[list[Event]]:
     """Return what is told until the response, or the refusal, of each lane has come to its end.
 
@@ -195,8 +182,8 @@ def _told_of(socket: Socket, *names: str) -> Steps[list[Event]]:
         event = yield from socket.receive()
         if event["type"] == "error" and event["status"] == 400 and not told:
             refusal(event["status"], event["error"]).raise_unless_it_is_a_fault()
-        if event["type"] != "error" and "stream_id" not in event:
-            raise NotSupportedError("stream_id is ignored")
+        if event["type"] != "error":
+            raise_unless_on_a_lane(event)
         told.append(event)
         if event["type"] in _ENDS:
             silent.discard(event.get("stream_id", ""))

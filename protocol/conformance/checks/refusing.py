@@ -13,14 +13,14 @@ from protocol.conformance.actions import (
     Connect,
     Opened,
     Receive,
-    Request,
     Scenario,
     Silence,
     Steps,
 )
-from protocol.conformance.captured import read_event
+from protocol.conformance.captured import read_event, read_response
 from protocol.conformance.check import Checks, Target, Way
-from protocol.conformance.http_steps import ask, post_refused, refusal_of
+from protocol.conformance.http_steps import ask, post, post_refused, refusal_of
+from protocol.conformance.lane_steps import create_on
 from protocol.conformance.refusals import Refusal
 from protocol.conformance.rules import NonconformityError, NotSupportedError, Rule, expect
 from protocol.conformance.shapes import Event
@@ -34,6 +34,7 @@ _MAX_LANES = 32
 _MIB = 1 << 20
 _CALL = {"type": "function_call", "call_id": "call_none", "name": "get_weather", "arguments": "{}"}
 _QUESTION = {"type": "message", "role": "user", "content": "Is it dry in Oslo?"}
+_NO_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,bm8gcGljdHVyZQ=="}
 _TOO_DEEP = f'{{"input": {"[" * 100_000}'
 _TOO_LONG_TO_READ = ("payload_too_large", "string_above_max_length")
 
@@ -204,6 +205,42 @@ def longer_input_than_the_context_is_refused(target: Target, way: Way) -> Scenar
     found.expect(status=400, code="context_length_exceeded")
 
 
+# --- Images --------------------------------------------------------------------------------------
+
+
+@checks.over(Way.HTTP, rule=Rule.IMAGES, requests=2, responses=1)
+def broken_image_is_refused(target: Target, _: Way) -> Scenario:
+    """An image of bytes that are none is a 400, or its response fails with a code of images."""
+    plain = yield from post(target, input=[_looking_at()])
+    asked = encode(target.body(input=[_looking_at(_NO_IMAGE)]))
+    answer = yield from ask("POST", "/responses", asked)
+    if answer.status != 200:
+        found = refusal_of(answer)
+        if not _is_of_images(found.code):  # some of these codes say that an image is "unsupported"
+            found.raise_unless_it_is_a_fault()
+        found.expect(status=400)
+        return
+    response = read_response(answer.body)
+    if response["status"] != "failed":
+        num_read, least = (found["usage"]["input_tokens"] for found in (response, plain))
+        if num_read == least:
+            raise NotSupportedError("images are ignored")
+
+    expect(response["status"] == "failed", f"its response is {response['status']}")
+    code = response["error"]["code"]
+    expect(_is_of_images(code), f"its response fails with the code {code}")
+
+
+def _looking_at(*images: Event) -> Event:
+    text = {"type": "input_text", "text": "Which colour is this? Answer in a word."}
+    return {"type": "message", "role": "user", "content": [text, *images]}
+
+
+def _is_of_images(code: str | None) -> bool:
+    """Tell whether ``code`` is one of those for images, as `invalid_image`."""
+    return code is not None and "image" in code
+
+
 # --- Who asks ------------------------------------------------------------------------------------
 
 
@@ -236,10 +273,9 @@ def _asked_with(target: Target, way: Way, authorization: str) -> Steps[Answer]:
     if not target.has_api_key:
         raise NotSupportedError("no key is given, so there is none that is wrong")
     if way is Way.HTTP:
-        headers = {"Content-Type": "application/json", "Authorization": authorization}
-        came = yield Request("POST", "/responses", encode(target.body()), headers)
-    else:
-        came = yield Connect("socket", "", (("Authorization", authorization),))
+        headers = {"Authorization": authorization}
+        return (yield from ask("POST", "/responses", encode(target.body()), headers=headers))
+    came = yield Connect("socket", "", (("Authorization", authorization),))
     if isinstance(came, Opened | Silence):
         raise NonconformityError(f"expected a refusal, got {came}")
     assert isinstance(came, Answer)
@@ -312,16 +348,9 @@ def one_lane_too_many_is_refused(target: Target, way: Way) -> Scenario:
     """The 33rd named lane of a connection is `websocket_stream_limit_reached`."""
     socket = yield from connect(target, way)
     for number in range(_MAX_LANES):
-        asked = {"generate": False, "input": [], "stream_id": f"lane-{number}"}
-        events = yield from socket.create(**asked)
-        _raise_unless_lanes_are_warmed_up(events[-1])
+        events = yield from create_on(socket, f"lane-{number}", generate=False, input=[])
+        if events[-1]["response"]["output"]:
+            raise NotSupportedError("warm-ups are answered, and lanes cost too much without them")
     found = yield from socket.refuse(generate=False, input=[], stream_id="one-too-many")
 
     found.expect(code="websocket_stream_limit_reached", param="stream_id")
-
-
-def _raise_unless_lanes_are_warmed_up(end: Event) -> None:
-    if "stream_id" not in end:
-        raise NotSupportedError("stream_id is ignored")
-    if end["response"]["output"]:
-        raise NotSupportedError("warm-ups are answered, and lanes cost too much without them")

@@ -4,6 +4,7 @@ from typing import Any
 
 from protocol.conformance.actions import Scenario, Steps
 from protocol.conformance.check import Checks, Target, Way
+from protocol.conformance.lane_steps import raise_unless_on_a_lane
 from protocol.conformance.refusals import refusal
 from protocol.conformance.rules import NotSupportedError, Rule, expect
 from protocol.conformance.shapes import TERMINAL_TYPES, Event
@@ -19,6 +20,8 @@ _LONG = "Count from one to forty."
 _ACCEPTED, _PENDING, _FAILED = (
     f"response.steer.{end}" for end in ("accepted", "pending", "failed")
 )
+_MANY = 33
+"""One more than are kept where it was seen; how many is nowhere said."""
 _GONE = ("response_already_completed", "response_not_active")
 
 
@@ -66,17 +69,17 @@ def steer_waits_for_outputs(target: Target, way: Way) -> Scenario:
 def steer_stays_on_its_lane(target: Target, way: Way) -> Scenario:
     """Of two lanes one is steered: that is where the successor is, and the other goes on."""
     socket = yield from connect(target, way)
-    steered = yield from _begun(socket, stream_id="one", input=_LONG)
+    yield from socket.send_create(stream_id="one", input=_LONG)
+    created = (yield from socket.up_to("response.created"))[-1]
+    raise_unless_on_a_lane(created)
     yield from socket.send_create(stream_id="two", input=_LONG)
-    yield from _send_steer(socket, steered, input="Be brief.")
+    yield from _send_steer(socket, created["response"], input="Be brief.")
     told: list[Event] = []
     while sum(event["type"] in TERMINAL_TYPES for event in told) < 3:
         event = yield from _next(socket)
         if event["type"] == _FAILED and event["error"].get("code") in _GONE:
             raise NotSupportedError("the response was over before it could be steered")
         expect(event["type"] != _FAILED, f"the steer comes back: {event.get('error')}")
-        if "stream_id" not in event and event["type"] == "response.created" and not told:
-            raise NotSupportedError("stream_id is ignored")
         told.append(event)
 
     ends = sorted(str(e.get("stream_id")) for e in told if e["type"] in TERMINAL_TYPES)
@@ -105,6 +108,30 @@ def wrong_steers_come_back(target: Target, way: Way) -> Scenario:
     yield from socket.quiet()
 
     expect(end["type"] != "response.failed", "the response failed with what was said to it")
+
+
+@checks.over(Way.CHAINED, rule=Rule.STEER_COMES_BACK, requests=_MANY + 1, responses=2)
+def one_steer_too_many_comes_back(target: Target, way: Way) -> Scenario:
+    """Of 33 steers at once, what is not kept comes back, with `too_many_pending_steers`."""
+    socket = yield from connect(target, way)
+    response = yield from _begun(socket, input=_LONG)
+    said = [f"Leave out {number}." for number in range(1, _MANY + 1)]
+    for wish in said:
+        yield from _send_steer(socket, response, input=wish)
+    answers: list[Event] = []
+    while len(answers) < _MANY:
+        event = yield from _next(socket)
+        if event["type"] in (_ACCEPTED, _FAILED):
+            answers.append(event)
+    yield from socket.close()
+    come_back = [i for i, answer in enumerate(answers) if answer["type"] == _FAILED]
+    if not come_back:
+        raise NotSupportedError(f"{_MANY} steers are kept")
+    first = come_back[0]
+    if answers[first]["error"].get("code") in _GONE:
+        raise NotSupportedError("the response was over before it could be steered so often")
+
+    _expect_failed(answers[first], said[first], "too_many_pending_steers")
 
 
 @checks.over(Way.CHAINED, rule=Rule.STEER_COMES_BACK, requests=1, responses=0)

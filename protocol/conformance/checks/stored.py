@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 from protocol.codec import encode
 from protocol.conformance.actions import Answer, Manner, Scenario, Steps
-from protocol.conformance.captured import read_event, read_response
+from protocol.conformance.captured import events_in, read_event, read_response
 from protocol.conformance.check import Checks, Target, Way
 from protocol.conformance.http_steps import ask, post, post_refused, refusal_of
 from protocol.conformance.refusals import Refusal
@@ -214,11 +214,8 @@ def _in_background(target: Target) -> Steps[Event]:
 
 
 def _events_in(body: bytes) -> list[Event]:
-    """Return the events of a stream that is left, or read on: its last block may be torn."""
-    blocks = body.decode(errors="replace").split("\n\n")[:-1]
-    lines = [line for block in blocks for line in block.splitlines()]
-    data = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
-    events = [read_event(text) for text in data if text != "[DONE]"]
+    """Return the events of a stream that is left, or read on."""
+    events = events_in(body)
     expect(bool(events), f"no stream, or one without events: {body[:80]!r}")
     return events
 

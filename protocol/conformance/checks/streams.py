@@ -3,6 +3,8 @@
 Most of it the grammar sees in every stream; these checks have each kind of it told.
 """
 
+from operator import itemgetter
+
 from protocol.conformance.actions import Scenario
 from protocol.conformance.check import Checks, Target, Way
 from protocol.conformance.rules import NotSupportedError, Rule, expect
@@ -68,7 +70,8 @@ def end_repeats_the_items(target: Target, way: Way) -> Scenario:
     """The terminal output is deep-equal to the items as they were done."""
     events = yield from streamed(target, way, **CALLING)
 
-    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    told = [event for event in events if event["type"] == "response.output_item.done"]
+    done = [event["item"] for event in sorted(told, key=itemgetter("output_index"))]
     output = events[-1]["response"]["output"]
     expect(output == done, f"the output is {output}, done were {done}")
 

@@ -211,7 +211,10 @@ def tokens_have_log_probabilities(target: Target, way: Way) -> Scenario:
 def _bytes(entry: Event) -> bytes:
     """Return what a token is: its bytes where they are told, as it may be half a character."""
     found = entry.get("bytes")
-    return entry["token"].encode() if found is None else bytes(found)
+    if found is None:
+        return str(entry["token"]).encode()
+    expect(isinstance(found, list), f"expected bytes as numbers, or null, not {found!r}")
+    return bytes(found)
 
 
 def _legible(text: str) -> str:

@@ -6,6 +6,7 @@ meanwhile comes in between, as it does on a real connection. Each method that de
 there to be overridden by a fault.
 """
 
+from base64 import b64decode
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,8 @@ CUSTOM_INPUTS = {"text": "ls -l", "regex": "abc-12", "lark": "turn left"}
 """What is written into a free-form call, by the syntax of its grammar: they are known by heart."""
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"] * 3
 MAX_LANES = 32
+MAX_STEERS = 32
+"""That wait for one response."""
 MAX_CONTEXT = 1 << 20
 """In characters."""
 MAX_FRAME = 1 << 24
@@ -378,7 +381,27 @@ class ModelServer:
     def seen(self, body: Event) -> Event:
         """Return ``body`` as the model sees it: of an image, that it is there."""
         items = body.get("input")
-        return body | {"input": [*map(without_images, items)]} if isinstance(items, list) else body
+        return body | {"input": [*map(self.seen_item, items)]} if isinstance(items, list) else body
+
+    def seen_item(self, item: Any) -> Any:
+        """Return an item of an input, or a part of one, with a word for each image in it."""
+        match item:
+            case {"type": "input_image", "image_url": url}:
+                self.check_image(url)
+                return {"type": "input_text", "text": "[image]"}
+            case {"content": [*parts]}:
+                return item | {"content": [*map(self.seen_item, parts)]}
+            case _:
+                return item
+
+    def check_image(self, url: str) -> None:
+        """Check that there is an image in a ``data:`` URL.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        if not b64decode(url.partition(",")[2]).startswith(b"\x89PNG"):
+            raise ProtocolError("expected an image", code="invalid_image", param="input")
 
     def check_model(self, model: str) -> None:
         if model != MODEL:
@@ -513,7 +536,7 @@ class ModelServer:
             for item in run.context
             if isinstance(item, Message | CallOutput)
         ]
-        start = sum(map(len, texts)) % len(WORDS)
+        start = (sum(map(len, texts)) + len(texts)) % len(WORDS)
         return WORDS[start:] + WORDS[:start]
 
     def limited(self, run: Run, tokens: list[str]) -> list[str]:
@@ -611,6 +634,7 @@ class ModelServer:
         try:
             params = self.parse_steer(frame)
             self.check_target(run, target)
+            self.check_steers(run)
         except ProtocolError as error:
             if run is None:
                 failed = steer_failed(error, raw_input, target, 0)
@@ -636,6 +660,10 @@ class ModelServer:
             raise errors.response_not_found(target)
         if run.stream.is_finished:
             raise errors.response_already_completed(target)
+
+    def check_steers(self, run: Run | None) -> None:
+        if run is not None and len(run.steers) >= MAX_STEERS:
+            raise errors.too_many_pending_steers(MAX_STEERS)
 
     def tell_lane(self, connection: Connection, run: Run, event: ServerEvent) -> None:
         self.tell(connection, run, event, self.name_of_lane(connection, run))
@@ -837,14 +865,3 @@ def example(schema: Event) -> Any:
             return 1
         case _:
             return "x"
-
-
-def without_images(item: Any) -> Any:
-    """Return an item of an input, or a part of one, with a word for each image in it."""
-    match item:
-        case {"type": "input_image"}:
-            return {"type": "input_text", "text": "[image]"}
-        case {"content": [*parts]}:
-            return item | {"content": [*map(without_images, parts)]}
-        case _:
-            return item

@@ -1,10 +1,10 @@
 """Streams are told apart and judged, over WebSocket and over HTTP."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from protocol.codec import encode
+from protocol.codec import SSE_DONE, encode
 from protocol.conformance.captured import (
     CapturedSocket,
     read_event_stream,
@@ -12,7 +12,11 @@ from protocol.conformance.captured import (
 )
 from protocol.conformance.rules import NonconformityError, Rule
 from protocol.conformance.shapes import Event
+from protocol.server_events import ServerEvent
+from server.event_stream import frames as server_frames
 from tests.protocol.streams import USAGE, frames, new_stream, two_segments
+
+DONE = b"data: [DONE]\n\n"
 
 
 def short_stream() -> list[Event]:
@@ -25,7 +29,7 @@ def take_all(socket: CapturedSocket, events: Sequence[Event]) -> None:
         socket.take(encode(event).decode())
 
 
-def sse(events: Sequence[Event], *, end: bytes = b"data: [DONE]\n\n") -> bytes:
+def sse(events: Sequence[Event], *, end: bytes = DONE) -> bytes:
     blocks = [b"event: %b\ndata: %b\n\n" % (e["type"].encode(), encode(e)) for e in events]
     return b"".join(blocks) + end
 
@@ -75,6 +79,19 @@ def test_a_suspended_response_may_be_given_up_for_another() -> None:
     socket.judge()
 
 
+@pytest.mark.parametrize("last", ["response.done", "response.completed"])
+def test_an_event_of_an_extension_may_come_before_the_next_response(last: str) -> None:
+    socket = CapturedSocket()
+    events = frames(two_segments(new_stream()))
+    types = [event["type"] for event in events]
+    told = events[: types.index(last) + 1]
+
+    take_all(socket, [*told, {"type": "acme:trace", "sequence_number": len(told)}])
+    take_all(socket, short_stream())
+
+    socket.judge()
+
+
 def test_what_comes_after_the_end_is_noticed() -> None:
     socket = CapturedSocket()
     events = short_stream()
@@ -97,12 +114,39 @@ def test_an_event_of_a_lane_on_which_nothing_was_begun_is_noticed() -> None:
     assert rule_of(caught) is Rule.ONE_LANE
 
 
-def test_a_stream_that_has_not_ended_is_not_judged() -> None:
+@pytest.mark.parametrize("num_told", range(1, len(short_stream())))
+def test_a_stream_need_not_have_ended(num_told: int) -> None:
     socket = CapturedSocket()
 
-    take_all(socket, short_stream()[:-1])
+    take_all(socket, short_stream()[:num_told])
 
     socket.judge()
+
+
+def test_a_stream_that_has_not_ended_is_judged_as_far_as_it_came() -> None:
+    socket = CapturedSocket()
+    *told, _ = short_stream()
+
+    take_all(socket, [*told[:-1], told[-1] | {"sequence_number": 0}])
+
+    socket.judge(only_whole=True)
+    with pytest.raises(NonconformityError) as caught:
+        socket.judge()
+    assert rule_of(caught) is Rule.SEQUENCE_NUMBERS
+
+
+def test_a_suspended_response_is_judged() -> None:
+    socket = CapturedSocket()
+    events = frames(two_segments(new_stream()))
+    types = [event["type"] for event in events]
+    done = events[types.index("response.done")]
+
+    done["response"]["output"].pop()
+    take_all(socket, events[: types.index("response.done") + 1])
+
+    with pytest.raises(NonconformityError) as caught:
+        socket.judge()
+    assert rule_of(caught) is Rule.TERMINAL_OUTPUT
 
 
 def test_errors_belong_to_no_stream() -> None:
@@ -125,11 +169,56 @@ def test_a_whole_stream_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    "spelled",
+    [
+        lambda body: body.replace(b"\n", b"\r\n"),
+        lambda body: body.replace(b"\n", b"\r"),
+        lambda body: b"\xef\xbb\xbf" + body,
+        lambda body: body.replace(b"event: ", b"retry: 1000\nevent:"),
+        lambda body: body.replace(DONE, b"retry: 1000\n" + DONE),
+        lambda body: body.replace(b"data: ", b": beat\ndata:"),
+        lambda body: body + b": beat\n\n",
+    ],
+)
+def test_a_stream_may_be_spelled_in_other_ways(spelled: Callable[[bytes], bytes]) -> None:
+    events = short_stream()
+
+    assert read_event_stream(spelled(sse(events))) == events
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085"])
+def test_other_line_separators_end_no_line(character: str) -> None:
+    stream = new_stream()
+    begun = [*stream.start(), *stream.text_delta(f"Hi{character}there.")]
+    events = frames([*begun, *stream.complete(USAGE, None, 2)])
+
+    assert character.encode() in sse(events), "it is not escaped"
+    assert read_event_stream(sse(events)) == events
+
+
+def test_data_in_several_lines_is_read_but_not_framed_right() -> None:
+    events = short_stream()
+    body = sse(events).replace(b'","', b'",\ndata: "')
+
+    assert read_event_stream(body, judges_frames=False) == events
+    with pytest.raises(NonconformityError) as caught:
+        read_event_stream(body)
+    assert rule_of(caught) is Rule.SSE_FRAMES
+
+
+@pytest.mark.parametrize(
     ("body", "rule"),
     [
         (b"", Rule.ONE_TERMINAL),
         (sse(short_stream()[:-1]), Rule.ONE_TERMINAL),
         (sse(short_stream(), end=b""), Rule.SSE_FRAMES),
+        (sse(short_stream(), end=b"data: [DONE]\n"), Rule.SSE_FRAMES),
+        (sse(short_stream(), end=b"")[:-1], Rule.ONE_TERMINAL),
+        (DONE + sse(short_stream()), Rule.SSE_FRAMES),
+        (b"event: x\n" + DONE + sse(short_stream()), Rule.SSE_FRAMES),
+        (sse(short_stream()) + DONE, Rule.SSE_FRAMES),
+        (sse(short_stream(), end=b"event: x\n" + DONE), Rule.SSE_FRAMES),
+        (sse(short_stream(), end=b"id: 1\n" + DONE), Rule.SSE_FRAMES),
         (b"id: 1\n" + sse(short_stream()), Rule.SSE_FRAMES),
         (sse(short_stream()).replace(b"event: ", b"event: x", 1), Rule.SSE_FRAMES),
         (b"event: x\ndata: 5\n\n" + sse(short_stream()), Rule.FRAME_IS_JSON),
@@ -142,14 +231,42 @@ def test_a_stream_with_a_fault_is_noticed(body: bytes, rule: Rule) -> None:
     assert rule_of(caught) is rule
 
 
-def test_an_error_may_stand_before_the_failure() -> None:
+def failing() -> list[ServerEvent]:
     stream = new_stream()
-    events = frames([*stream.start(), *stream.fail("server_error", "oops")])
-    error = {"type": "error", "message": "oops", "sequence_number": 2}
+    return [*stream.start(), *stream.fail("server_error", "oops")]
 
-    found = read_event_stream(sse([*events[:2], error, *events[2:]]))
 
-    assert found[2] == error
+def test_the_failure_of_our_own_server_is_right() -> None:
+    body = b"".join(frame.data for event in failing() for frame in server_frames(event))
+
+    found = read_event_stream(body + SSE_DONE)
+
+    assert [event["type"] for event in found[-2:]] == ["error", "response.failed"]
+
+
+@pytest.mark.parametrize(
+    ("of_error", "of_failure", "is_right"),
+    [({"sequence_number": 2}, 3, True), ({}, 2, True), ({"sequence_number": 2}, 2, False)],
+)
+def test_the_number_of_an_error_counts(of_error: Event, of_failure: int, is_right: bool) -> None:
+    *begun, failed = frames(failing())
+    error = {"type": "error", "message": "oops"} | of_error
+    events = [*begun, error, failed | {"sequence_number": of_failure}]
+
+    if is_right:
+        assert read_event_stream(sse(events)) == events
+    else:
+        with pytest.raises(NonconformityError, match="not numbered"):
+            read_event_stream(sse(events))
+
+
+def test_an_error_may_not_follow_the_end() -> None:
+    error = {"type": "error", "message": "oops"}
+
+    with pytest.raises(NonconformityError) as caught:
+        read_event_stream(sse([*short_stream(), error]))
+
+    assert rule_of(caught) is Rule.ONE_TERMINAL
 
 
 def test_a_response_is_judged() -> None:

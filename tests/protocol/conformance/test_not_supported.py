@@ -9,27 +9,12 @@ from protocol.client_events import SteerParams
 from protocol.conformance.actions import Outcome
 from protocol.conformance.catalogue import chosen
 from protocol.conformance.check import Check, Way
-from protocol.conformance.checks import appending, conversations, injecting, lanes, steering
+from protocol.conformance.checks import appending, conversations, injecting, steering
 from protocol.conformance.play import Result
 from protocol.conformance.shapes import Event
 from protocol.errors import ProtocolError
 from tests.protocol.conformance.model_server import Connection, Lane, ModelServer, Run
 from tests.protocol.conformance.playing import played
-
-
-class IgnoresLanes(ModelServer):
-    def lane_name(self, frame: Event) -> str | None:
-        return None
-
-    def error_frame(self, error: ProtocolError, lane: str | None) -> Event:
-        return super().error_frame(error, None)
-
-
-class RefusesLanes(IgnoresLanes):
-    def lane_name(self, frame: Event) -> str | None:
-        if "stream_id" in frame:
-            raise errors.unknown_parameter("stream_id")
-        return None
 
 
 class ChainsOnly(ModelServer):
@@ -61,12 +46,6 @@ class AnswersAtRandom(ModelServer):
         return [self.fresh_id("word"), *super().words(run)]
 
 
-ON_ONE_LANE = (
-    "chained/default-lane-has-no-name",
-    "chained/wrong-names-are-refused",
-    "chained/creates-of-one-lane-keep-their-order",
-)
-OF_LANES = [check for check in lanes.checks if check.name not in ON_ONE_LANE]
 OF_DIALECTS = [
     check
     for module in (appending, injecting, conversations)
@@ -75,7 +54,6 @@ OF_DIALECTS = [
 ]
 OF_NO_CHANCE = chosen(conversations.checks, patterns=["whole-conversation-is-answered-alike"])
 CASES: list[tuple[Check, type[ModelServer]]] = [
-    *product(OF_LANES, (IgnoresLanes, RefusesLanes)),
     *product(OF_DIALECTS, (ChainsOnly,)),
     *product(steering.checks, (KnowsNoSteers, SteersNoSuchModel)),
     *product(OF_NO_CHANCE, (RefusesTemperature, AnswersAtRandom)),

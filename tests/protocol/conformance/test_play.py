@@ -14,6 +14,7 @@ from protocol.conformance.actions import (
     Opened,
     Outcome,
     Receive,
+    Request,
     Scenario,
     Send,
     Sent,
@@ -22,6 +23,7 @@ from protocol.conformance.actions import (
     Together,
     Unreachable,
 )
+from protocol.conformance.captured import CapturedSocket
 from protocol.conformance.catalogue import CHECKS, chosen
 from protocol.conformance.check import Check, Checks, Target, Way
 from protocol.conformance.play import Branches, Play, Result
@@ -29,6 +31,9 @@ from protocol.conformance.rules import Rule, expect
 from protocol.conformance.shapes import Event
 from protocol.conformance.socket_steps import connect
 from protocol.dialect import Dialect
+from protocol.errors import ProtocolError
+from protocol.tools import CallableTool
+from tests.protocol.conformance.faults.fault import missing, wrong
 from tests.protocol.conformance.model_server import ModelServer
 from tests.protocol.conformance.playing import TARGET, played
 
@@ -191,7 +196,102 @@ def test_what_a_scenario_cannot_read_is_the_servers_doing() -> None:
     verdict = played(check_of(reads))
 
     assert verdict.result is Result.FAILED
-    assert verdict.message == "what came cannot be read: KeyError: 'nothing'"
+    assert verdict.message == "what came cannot be read: it has no member 'nothing'"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("no number"), "ValueError: no number"),
+        (errors.invalid_json("cut"), "expected one JSON object: cut"),
+    ],
+)
+def test_what_a_scenario_cannot_read_is_said_in_words(error: Exception, said: str) -> None:
+    def reads(target: Target, way: Way) -> Scenario:
+        """It reads."""
+        yield from connect(target, way)
+        raise error
+
+    verdict = played(check_of(reads))
+
+    assert (verdict.result, verdict.rule) == (Result.FAILED, Rule.SOCKET_SURVIVES)
+    assert verdict.message == f"what came cannot be read: {said}"
+
+
+def breaks(target: Target, way: Way) -> Scenario:
+    """It breaks."""
+    yield from connect(target, way)
+    raise AssertionError("never so")
+
+
+def breaks_inside(target: Target, way: Way) -> Scenario:
+    """It breaks in one of two scenarios."""
+    yield Together((greets(target, way), breaks(target, way)))
+
+
+@pytest.mark.parametrize("scenario", [breaks, breaks_inside])
+def test_a_check_that_is_broken_is_an_error_and_no_fault_of_the_server(scenario: Any) -> None:
+    verdict = played(check_of(scenario))
+
+    assert verdict.result is Result.ERROR
+    place, told = verdict.message.split(": ", 1)
+    assert place.startswith("the check itself broke, at test_play.py:")
+    assert told == "AssertionError: never so"
+    assert verdict.lines
+
+
+def test_a_judge_that_is_broken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(self: CapturedSocket, *, only_whole: bool = False) -> None:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(CapturedSocket, "judge", judge)
+
+    verdict = played(check_of(greets))
+
+    assert verdict.result is Result.ERROR
+    assert verdict.message.endswith("RuntimeError: oops")
+
+
+@pytest.mark.parametrize(
+    ("event_type", "member", "value", "message"),
+    [
+        ("done", "response", None, "the response is no object: None"),
+        ("created", "response", 5, "response.created with 5 as `response`"),
+        ("in_progress", "stream_id", ["a"], "response.in_progress with ['a'] as `stream_id`"),
+        ("output_item.added", "output_index", True, "with True as `output_index`"),
+    ],
+)
+def test_what_is_malformed_is_told(event_type: str, member: str, value: Any, message: str) -> None:
+    server = ModelServer(wrong(event_type, member, value=value))
+
+    verdict = played(named("append/suspension-is-no-end"), server)
+
+    assert verdict.result is Result.FAILED
+    assert message in verdict.message
+
+
+def test_arguments_that_are_no_json_are_a_fault() -> None:
+    class WritesNoJson(ModelServer):
+        def arguments(self, tool: CallableTool) -> str:
+            return "Oslo"
+
+    for name in ("named-tool-is-called", "strict-arguments-match-their-schema"):
+        verdict = played(named(f"chained/{name}"), WritesNoJson())
+
+        assert verdict.result is Result.FAILED
+        assert "expected one JSON object" in verdict.message
+
+
+def test_a_response_that_is_left_is_judged() -> None:
+    def leaves(target: Target, way: Way) -> Scenario:
+        """It leaves."""
+        socket = yield from connect(target, way)
+        yield from socket.send_create()
+        yield from socket.up_to("response.output_text.delta")
+
+    verdict = played(check_of(leaves), ModelServer(missing("in_progress")))
+
+    assert (verdict.result, verdict.rule) == (Result.FAILED, Rule.LIFECYCLE_BEGINS)
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
@@ -205,13 +305,30 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
 # --- What is not supported -----------------------------------------------------------------------
 
 
-class Refuses(ModelServer):
-    """Refuses the upgrade."""
+class Sends(ModelServer):
+    """Answers all with one status, and the words of a server that does not do it."""
 
-    status = 426
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status = status
 
     def connect(self, socket: str, query: str, headers: dict[str, str]) -> Outcome:
-        return Answer(self.status, {}, b"")
+        return Answer(self.status, {}, b"not supported")
+
+    def answer(self, request: Request) -> Answer:
+        error = ProtocolError("it is not supported", code="unsupported_value", status=self.status)
+        return self.json(self.error_body(error), self.status)
+
+
+class SaysSo(ModelServer):
+    """Refuses all creates with one status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status = status
+
+    def parse(self, body: Event, transport: Any) -> CreateParams:
+        raise ProtocolError("it is not supported", status=self.status)
 
 
 class OneDialect(ModelServer):
@@ -232,17 +349,68 @@ class Chooses(ModelServer):
 
 @pytest.mark.parametrize("way", [Way.CHAINED, Way.APPEND, Way.INJECT])
 def test_a_refused_upgrade_is_not_supported(way: Way) -> None:
-    verdict = played(check_of(greets, way), Refuses())
+    verdict = played(check_of(greets, way), Sends(426))
 
     assert verdict.result is Result.NOT_SUPPORTED
     assert verdict.message == "the WebSocket upgrade is refused with 426"
 
 
-def test_a_server_that_lets_nobody_in_cannot_be_checked() -> None:
-    server = Refuses()
-    server.status = 401
+@pytest.mark.parametrize(
+    ("status", "result"),
+    [
+        *((status, Result.NOT_SUPPORTED) for status in (400, 404, 405, 426, 501)),
+        *((status, Result.ERROR) for status in (401, 403, 429)),
+        *((status, Result.FAILED) for status in (200, 302, 418, 500, 502, 503)),
+    ],
+)
+def test_an_upgrade_may_be_refused_in_some_ways(status: int, result: Result) -> None:
+    verdict = played(check_of(greets), Sends(status))
 
-    assert played(check_of(greets), server).result is Result.ERROR
+    assert verdict.result is result
+    assert str(status) in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("status", "result"),
+    [
+        *((status, Result.NOT_SUPPORTED) for status in (400, 404, 422, 501)),
+        *((status, Result.ERROR) for status in (401, 403, 429)),
+        *((status, Result.FAILED) for status in (500, 502, 503)),
+    ],
+)
+@pytest.mark.parametrize("name", ["http/text-is-told-in-order", "chained/text-is-told-in-order"])
+def test_a_server_that_breaks_does_not_say_what_it_supports(
+    name: str, status: int, result: Result
+) -> None:
+    server = Sends(status) if name.startswith("http") else SaysSo(status)
+
+    assert played(named(name), server).result is result
+
+
+OF_KEYS = ("wrong-key-lets-nobody-in", "no-key-lets-nobody-in")
+
+
+@pytest.mark.parametrize("status", [401, 403, 429])
+@pytest.mark.parametrize(
+    "check",
+    [check for check in CHECKS if check.name.partition("/")[2] not in OF_KEYS],
+    ids=lambda check: check.name,
+)
+def test_a_server_that_lets_nobody_in_is_an_error_of_each_check(check: Check, status: int) -> None:
+    verdict = played(check, Sends(status))
+
+    assert verdict.result is Result.ERROR, verdict
+    assert f"nobody is let in: {status}" in verdict.message
+
+
+@pytest.mark.parametrize("status", [401, 403, 429])
+@pytest.mark.parametrize("name", ["wrong-types-are-named", "binary-frame-is-answered"])
+def test_a_frame_that_lets_nobody_in_is_an_error(name: str, status: int) -> None:
+    class Frames(ModelServer):
+        def error_frame(self, error: ProtocolError, lane: str | None) -> Event:
+            return super().error_frame(error, lane) | {"status": status}
+
+    assert played(named(f"chained/{name}"), Frames()).result is Result.ERROR
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,31 @@ def test_a_steer_may_be_pending_at_a_silent_pause() -> None:
     check_stream(frames(events))
 
 
+@pytest.mark.parametrize("as_summary", [False, True])
+@pytest.mark.parametrize("num_told", range(1, len(EVENTS)))
+def test_every_beginning_is_accepted_as_such(num_told: int, as_summary: bool) -> None:
+    events = good_stream(as_summary=as_summary)[:num_told]
+    is_whole = any(event["type"] == "response.completed" for event in events)
+
+    check_stream(events, is_whole=is_whole)
+
+
+def test_items_may_be_told_side_by_side() -> None:
+    check_stream(side_by_side())
+
+
+def side_by_side() -> list[Event]:
+    """Return a response of two calls, of which the first is done last."""
+    stream = new_stream()
+    begun = stream.start()
+    first, second = (
+        [*stream.call_started(name, "weather"), *stream.arguments_delta("{}"), *stream.call_done()]
+        for name in ("call_1", "call_2")
+    )
+    told = [*begun, *first[:2], *second, *first[2:], *stream.complete(USAGE, None, 2)]
+    return renumbered(frames(told))
+
+
 # --- The sentence --------------------------------------------------------------------------------
 
 
@@ -133,13 +158,107 @@ def test_no_event_can_come_twice(index: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(without_acknowledgements()) - 1))
-def test_no_two_neighbours_can_change_places(index: int) -> None:
+def test_no_two_neighbours_of_one_item_can_change_places(index: int) -> None:
     events = without_acknowledgements()
+    are_of_two = [events[i].get("output_index") for i in (index, index + 1)] in _PAIRS
 
     events[index], events[index + 1] = events[index + 1], events[index]
 
+    if are_of_two:
+        check_stream(renumbered(events))
+        return
     with pytest.raises(NonconformityError):
         check_stream(renumbered(events))
+
+
+_PAIRS = [[number, number + 1] for number in range(len(EVENTS))]
+"""The indexes of items of which one follows the other."""
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (lambda events: events.insert(3, events[2]), Rule.ITEMS_CLOSE),  # added twice
+        (lambda events: events.insert(8, events[5]), Rule.ITEMS_CLOSE),  # told once it is done
+        (lambda events: events.pop(-2), Rule.ITEMS_CLOSE),  # never done
+        (lambda events: events.pop(3), Rule.DELTAS_ADD_UP),
+        (lambda events: events.pop(5), Rule.DELTAS_ADD_UP),
+        (lambda events: events.insert(4, events.pop(2)), Rule.ITEMS_CLOSE),  # told before
+        (lambda events: events[-1]["response"]["output"].reverse(), Rule.TERMINAL_OUTPUT),
+        (lambda events: events[2].update(output_index=2), Rule.ITEMS_ARE_DENSE),
+    ],
+)
+def test_each_of_two_items_side_by_side_is_judged(
+    edit: Callable[[list[Event]], Any], rule: Rule
+) -> None:
+    events = side_by_side()
+
+    edit(events)
+
+    with pytest.raises(NonconformityError) as caught:
+        check_stream(renumbered(events))
+    assert caught.value.rule is rule
+
+
+def beginning(*told: str) -> list[Event]:
+    """Return the first three events of a good stream, and then the first of each of those types."""
+    events = good_stream()
+    first = {event["type"].removeprefix("response."): event for event in events[::-1]}
+    return renumbered([*events[:3], *(deepcopy(first[name]) for name in told)])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ("function_call_arguments.delta",),
+        ("done", "done"),
+        ("in_progress",),
+        ("output_item.added", "done"),
+        ("output_item.added", "output_text.delta"),
+        ("output_item.added", "output_item.added"),
+        ("output_item.added", "reasoning_text.delta"),
+        ("output_item.added", "content_part.added", "content_part.done"),
+    ],
+)
+def test_what_is_no_beginning_is_noticed(told: tuple[str, ...]) -> None:
+    with pytest.raises(NonconformityError, match="no sentence"):
+        check_stream(beginning(*told), is_whole=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["item", "content"], [1]),
+        (["item", "status"], "completed"),
+        (["item", "id"], "rs_9"),
+    ],
+)
+def test_an_item_that_is_not_done_is_judged(path: list[str], value: Any) -> None:
+    names = ("output_item.added", "content_part.added", "reasoning_text.delta")
+    events = beginning(*names)
+    check_stream(events, is_whole=False)
+
+    set_in(events, names[0], path, value)
+
+    with pytest.raises(NonconformityError):
+        check_stream(events, is_whole=False)
+
+
+def test_a_part_of_an_item_that_is_not_done_is_judged() -> None:
+    events = good_stream()
+    names = [event["type"] for event in events]
+    del events[names.index("response.content_part.done") + 1 :]
+    check_stream(events, is_whole=False)
+
+    set_in(events, "content_part.done", ["part", "text"], "Hm.")
+
+    with pytest.raises(NonconformityError, match="differs"):
+        check_stream(events, is_whole=False)
+
+
+def test_an_end_is_none_of_a_beginning() -> None:
+    with pytest.raises(NonconformityError, match="ends once"):
+        check_stream(good_stream(), is_whole=False)
 
 
 def test_an_unknown_event_is_noticed() -> None:
@@ -439,6 +558,15 @@ def test_events_of_an_extension_are_numbered_and_not_judged() -> None:
     events = good_stream()
 
     events.insert(5, {"type": "acme:cache_stats"})
+
+    check_stream(renumbered(events))
+
+
+def test_an_event_of_an_extension_may_come_before_a_steer_is_pending() -> None:
+    events = good_stream()
+    types = [event["type"] for event in events]
+
+    events.insert(types.index("response.steer.pending"), {"type": "acme:trace"})
 
     check_stream(renumbered(events))
 

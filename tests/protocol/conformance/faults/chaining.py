@@ -92,6 +92,39 @@ class SharesItsCache(ModelServer):
         return super().parent(response_id, connection)
 
 
+@faults.doing(Rule.STORE_FALSE_IS_LOCAL, "http-knows-nothing-of-a-connection")
+class ServesItsCache(ModelServer):
+    """What is in the cache of a connection is found over HTTP."""
+
+    def find(self, response_id: str) -> Run:
+        for connection in self.connections.values():
+            if response_id in connection.runs:
+                return connection.runs[response_id]
+        return super().find(response_id)
+
+
+@faults.doing(Rule.STORE_FALSE_IS_LOCAL, "http-knows-nothing-of-a-connection")
+class ContinuesItsCache(ModelServer):
+    """What is in the cache of a connection is continued over HTTP."""
+
+    def parent(self, response_id: str | None, connection: Connection | None) -> Run | None:
+        if connection is None:
+            for other in self.connections.values():
+                if response_id in other.runs:
+                    return other.runs[response_id]
+        return super().parent(response_id, connection)
+
+
+@faults.doing(Rule.STORE_FALSE_IS_LOCAL, "http-knows-nothing-of-a-connection")
+class TellsOfItsCache(ModelServer):
+    """Over HTTP it is told that a connection is in the way."""
+
+    def parent(self, response_id: str | None, connection: Connection | None) -> Run | None:
+        if connection is None and any(response_id in c.runs for c in self.connections.values()):
+            raise errors.invalid_value("previous_response_id", "expected one of no connection")
+        return super().parent(response_id, connection)
+
+
 @faults.doing(Rule.FAILED_CONTINUATION_EVICTS, "failed-continuation-evicts-its-parent")
 class EvictsNothing(ModelServer):
     """A parent survives the continuation that failed."""

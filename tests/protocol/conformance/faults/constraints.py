@@ -134,6 +134,17 @@ class ForgetsTheTorn(ModelServer):
         return run
 
 
+@faults.doing(Rule.CONTINUES_FROM_PARENT, "tiny-responses-are-continued")
+class ForgetsTheTiny(ModelServer):
+    """What is torn before it says anything cannot be continued."""
+
+    def parent(self, response_id: str | None, connection: Connection | None) -> Run | None:
+        run = super().parent(response_id, connection)
+        if run is not None and (run.params.max_output_tokens or 16) < 16:
+            raise errors.previous_response_not_found(run.id)
+        return run
+
+
 # --- The tools that may be called ----------------------------------------------------------------
 
 

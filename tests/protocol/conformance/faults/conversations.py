@@ -8,7 +8,7 @@ from protocol.codec import decode_object
 from protocol.conformance.actions import Action, Answer, Close, Outcome, Request
 from protocol.conformance.rules import Rule
 from protocol.conformance.shapes import Event
-from protocol.items import CallOutput, InputItem
+from protocol.items import CallOutput, InputItem, Message
 from tests.protocol.conformance.faults.fault import Faults
 from tests.protocol.conformance.model_server import Connection, Lane, ModelServer, Run, Told
 
@@ -37,6 +37,80 @@ class ReadsNoOutputs(ModelServer):
         super().append(run, items)
         unread = [i for i in run.context if i not in before and isinstance(i, CallOutput)]
         run.context = [*before, *(CallOutput(item.call_id, "") for item in unread)]
+
+
+@faults.doing(Rule.SAME_CONTEXT, "empty-output-is-answered-alike")
+class SkipsEmptyOutputs(ModelServer):
+    """An output that is empty is left out where a conversation goes on."""
+
+    def begin(
+        self, body: Event, connection: Connection | None = None, lane: Lane | None = None
+    ) -> Run:
+        run = super().begin(body, connection, lane)
+        if run.params.previous_response_id is not None:
+            run.context = with_words(run.context)
+        return run
+
+    def append(self, run: Run, items: Sequence[InputItem]) -> None:
+        super().append(run, items)
+        run.context = with_words(run.context)
+
+
+def with_words(context: Sequence[InputItem]) -> list[InputItem]:
+    """Return ``context`` without the outputs that are empty."""
+    return [item for item in context if not isinstance(item, CallOutput) or item.output]
+
+
+@faults.doing(Rule.ANY_OUTPUT, "outputs-are-read")
+class DropsEmptyOutputs(ModelServer):
+    """A call to which the output is empty is left out with it."""
+
+    def begin(
+        self, body: Event, connection: Connection | None = None, lane: Lane | None = None
+    ) -> Run:
+        run = super().begin(body, connection, lane)
+        if with_words(run.context) != run.context:
+            run.context = [item for item in run.context if isinstance(item, Message)]
+        return run
+
+
+class ReadsOther(ModelServer):
+    """Some outputs are read as others."""
+
+    def take_event(self, connection: Connection, kind: str, frame: Event) -> None:
+        super().take_event(connection, kind, self.as_read(frame))
+
+    def begin(
+        self, body: Event, connection: Connection | None = None, lane: Lane | None = None
+    ) -> Run:
+        return super().begin(self.as_read(body), connection, lane)
+
+    def as_read(self, body: Event) -> Event:
+        items = body.get("input")
+        return body | {"input": [*map(self.item, items)]} if isinstance(items, list) else body
+
+    def item(self, item: Event) -> Event:
+        parts = item.get("output")
+        return item | {"output": self.parts(parts)} if isinstance(parts, list) else item
+
+    def parts(self, parts: list[Event]) -> Any:
+        raise NotImplementedError
+
+
+@faults.doing(Rule.ANY_OUTPUT, "outputs-are-read")
+class BlanksLists(ReadsOther):
+    """An output that is a list is empty to the model."""
+
+    def parts(self, parts: list[Event]) -> Any:
+        return ""
+
+
+@faults.doing(Rule.ANY_OUTPUT, "listed-output-is-taken")
+class ReadsTheFirstPart(ReadsOther):
+    """Of an output that is a list the first part is read."""
+
+    def parts(self, parts: list[Event]) -> Any:
+        return parts[:1]
 
 
 class Picky(ModelServer):

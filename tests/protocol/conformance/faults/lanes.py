@@ -28,6 +28,25 @@ class AnyName(ModelServer):
         return frame.get("stream_id")
 
 
+@faults.doing(Rule.LANE_NAMES, "wrong-names-are-refused")
+class NamesByNumbers(ModelServer):
+    """The name of a lane need not be a string."""
+
+    def lane_name(self, frame: Event) -> str | None:
+        name = frame.get("stream_id")
+        return super().lane_name(
+            frame | {"stream_id": str(name)} if isinstance(name, int) else frame
+        )
+
+
+@faults.doing(Rule.LANE_NAMES, "wrong-names-are-refused")
+class EmptyIsDefault(ModelServer):
+    """A lane of no name is the default lane."""
+
+    def lane_name(self, frame: Event) -> str | None:
+        return super().lane_name(frame) if frame.get("stream_id") else None
+
+
 @faults.doing(Rule.LANE_NAMES, "longest-name-is-taken")
 class ShortNames(ModelServer):
     """A lane may have a name of 64 letters."""

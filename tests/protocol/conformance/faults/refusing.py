@@ -165,6 +165,48 @@ class LengthIsAValue(ModelServer):
             raise errors.invalid_value("input", error.message) from None
 
 
+# --- Images --------------------------------------------------------------------------------------
+
+
+@faults.doing(Rule.IMAGES, "broken-image-is-refused")
+class SeesAnything(ModelServer):
+    """An image may be of any bytes."""
+
+    def check_image(self, url: str) -> None:
+        pass
+
+
+@faults.doing(Rule.IMAGES, "broken-image-is-refused")
+class FailsAtImages(ModelServer):
+    """The response to a broken image fails by the server's doing."""
+
+    code = "server_error"
+    is_broken = False
+
+    def check_image(self, url: str) -> None:
+        try:
+            super().check_image(url)
+        except ProtocolError:
+            self.is_broken = True
+
+    def resource(self, response: Event) -> Event:
+        if not self.is_broken:
+            return response
+        error = {"code": self.code, "message": "expected an image"}
+        return response | {"status": "failed", "error": error, "completed_at": None}
+
+
+@faults.doing(Rule.IMAGES, "broken-image-is-refused")
+class BreaksAtImages(ModelServer):
+    """A broken image breaks the server."""
+
+    def check_image(self, url: str) -> None:
+        try:
+            super().check_image(url)
+        except ProtocolError:
+            raise errors.server_error("oops") from None
+
+
 # --- Who asks ------------------------------------------------------------------------------------
 
 

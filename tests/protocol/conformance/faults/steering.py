@@ -6,6 +6,7 @@ from protocol import errors
 from protocol.client_events import SteerParams
 from protocol.conformance.rules import Rule
 from protocol.conformance.shapes import Event
+from protocol.errors import ProtocolError
 from protocol.items import InputItem
 from protocol.server_events import ServerEvent
 from tests.protocol.conformance.faults.fault import Faults, missing, without, wrong
@@ -96,6 +97,28 @@ class ReadsOverMembers(ModelServer):
 
     def parse_steer(self, frame: Event) -> SteerParams:
         return super().parse_steer({k: v for k, v in frame.items() if k != "stream_id"})
+
+
+@faults.doing(Rule.STEER_COMES_BACK, "one-steer-too-many-comes-back")
+class HasManySteers(ModelServer):
+    """A steer too many is an invalid one."""
+
+    def check_steers(self, run: Run | None) -> None:
+        try:
+            super().check_steers(run)
+        except ProtocolError as error:
+            raise errors.invalid_input(error.message, None) from None
+
+
+@faults.doing(Rule.STEER_COMES_BACK, "one-steer-too-many-comes-back")
+class KeepsOneSteer(ModelServer):
+    """A steer takes the place of the one before it, without a word."""
+
+    def steer(self, connection: Connection, frame: Event) -> None:
+        run = connection.runs.get(frame["previous_response_id"])
+        if run is not None and len(run.steers) == 1:
+            return
+        super().steer(connection, frame)
 
 
 @faults.doing(Rule.STEER_COMES_BACK, "steer-of-nothing-comes-back")
