@@ -24,9 +24,14 @@ from rich.progress import (
 )
 
 from sampler.traces import write_traces
+
+# scripts/compare starts Python with -P, and scripts/ is no installed package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 from scripts.comparison.comparison import NAMES, USUAL, Choices, Comparison, known
 from scripts.comparison.engines import RemoteModel
 from scripts.comparison.experiments import ENDPOINT, at_endpoint
+from scripts.comparison.findings import disagreements
 from scripts.comparison.report import summary, write_report
 from scripts.comparison.results import Design
 
@@ -37,7 +42,7 @@ _DESIGNS = [design.value for design in Design]
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Four minutes in all.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less than five minutes in all.")] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -134,12 +139,15 @@ def main(
         screen.write("writing the report")
         write_report(comparison.results, out / "report.html")
     console.print(summary(comparison.results))
+    faults = disagreements(comparison.results.agreements)
+    for fault in faults:
+        console.print(f"  tokens differ: {fault}", style="red", highlight=False, markup=False)
     for note in comparison.results.notes:
         console.print(f"  {note}", highlight=False, markup=False)
     console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
     if is_interrupted:
         raise typer.Exit(INTERRUPTED)
-    if not comparison.results.is_complete:
+    if faults or not comparison.results.is_complete:
         raise typer.Exit(1)
 
 

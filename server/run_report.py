@@ -48,8 +48,8 @@ class RunReport:
                 the conversation, whose work counts in the totals.
         """
         run = runs[-1]
-        segments = [segment for each in runs for segment in each.segments]
-        turns = [_turn(segment) for segment in segments[self._num_told :]]
+        segments = [(each, segment) for each in runs for segment in each.segments]
+        turns = [self._turn(each, segment) for each, segment in segments[self._num_told :]]
         self._num_told = len(segments)
         totals = self._totals
         for turn in turns:
@@ -73,9 +73,15 @@ class RunReport:
             "turns": turns,
             "stages": self._work.tallies.as_json(),
         }
-        if self._tells_tokens:
-            report["token_ids"] = _token_ids(run)
         return {**report, "simulated": True} if self._is_simulated else report
+
+    def _turn(self, run: Run, segment: Segment) -> dict[str, Any]:
+        turn = _figures(segment)
+        if segment.endpoint is not None:
+            turn["endpoint"] = segment.endpoint
+        if self._tells_tokens:
+            turn["token_ids"] = _token_ids(run, segment)
+        return turn
 
 
 _TIMES = ("queue", "pre_inference", "prefill", "decode", "post_inference")
@@ -96,8 +102,8 @@ def safety_report(classifier: str, findings: Sequence[tuple[int, Verdict]]) -> d
     }
 
 
-def _turn(segment: Segment) -> dict[str, Any]:
-    turn: dict[str, Any] = {
+def _figures(segment: Segment) -> dict[str, Any]:
+    return {
         "input_tokens": segment.input_tokens,
         "cached_tokens": segment.cached_tokens,
         "output_tokens": segment.output_tokens,
@@ -109,14 +115,13 @@ def _turn(segment: Segment) -> dict[str, Any]:
         "decode": segment.decode_seconds,
         "post_inference": segment.post_inference_seconds,
     }
-    return turn if segment.endpoint is None else turn | {"endpoint": segment.endpoint}
 
 
-def _token_ids(run: Run) -> dict[str, Any]:
-    """Return what the last segment sampled, and what tells whether two did so from the same."""
-    num_read = run.segments[-1].input_tokens
-    read = array("I", run.tokens.ids[:num_read])
+def _token_ids(run: Run, segment: Segment) -> dict[str, Any]:
+    """Return what ``segment`` sampled, and what tells whether two did so from the same."""
+    ids, num_read = run.tokens.ids, segment.input_tokens
+    read = array("I", ids[:num_read])
     return {
-        "sampled": run.sampled_in_segment(),
+        "sampled": ids[num_read : num_read + segment.output_tokens],
         "context_digest": blake2b(read.tobytes(), digest_size=16).hexdigest(),
     }

@@ -38,6 +38,8 @@ TIMEOUT_SECONDS = 600.0
 _CALLS = ("function_call", "custom_tool_call")
 _CLOSING = ("response.done", "response.completed")
 _FAILED = ("response.failed", "response.incomplete")
+_CUT = {"reason": "max_output_tokens"}
+"""The details of a response that ended at the limit that its request set."""
 _NOT_SAID = ("response.created", "response.in_progress", "response.inject.created")
 """Events that show nothing of what the model says."""
 _PARTS = ("pre_inference", "queue", "prefill", "decode", "post_inference")
@@ -94,7 +96,7 @@ async def _held(client: "Client", design: Design, trace: Trace) -> AgentRun:
         tool_seconds.append(time.perf_counter() - calls_at)
         items = _answers(turn, heard[-1].items)
     wall_seconds = time.perf_counter() - began_at
-    turns = list(map(_turn, heard, _reports(design, heard), tool_seconds))
+    turns = list(map(_turn, heard, reports(design, heard), tool_seconds))
     return AgentRun(
         seconds=wall_seconds - sum(tool_seconds), wall_seconds=wall_seconds, turns=turns
     )
@@ -168,6 +170,8 @@ class Heard:
 
     sent_at: float
     """Before anything of it was sent, the connection included; as all times in seconds."""
+    may_be_cut: bool = False
+    """Whether it may end at ``max_output_tokens``."""
     bytes_sent: int = 0
     bytes_received: int = 0
     first_event_at: float | None = None
@@ -179,9 +183,10 @@ class Heard:
     """As the event had it that closed the turn, if one did."""
 
     @property
-    def num_calls(self) -> int:
-        """How many calls are complete."""
-        return sum(item["type"] in _CALLS for item in self.items)
+    def calls(self) -> list[JsonObject]:
+        """Those that are complete."""
+        calls = [item for item in self.items if item["type"] in _CALLS]
+        return [call for call in calls if call.get("status") != "incomplete"]
 
     def take(self, event: JsonObject) -> None:
         """Take note of an event.
@@ -192,7 +197,9 @@ class Heard:
         kind = event["type"]
         if kind == "error":
             raise CompareError(f"the server refused: {event['error']['message']}")
-        if kind in _FAILED or kind == "response.inject.failed":
+        is_cut = kind == "response.incomplete" and _reason(event) == _CUT
+        is_failed = kind in _FAILED or kind == "response.inject.failed"
+        if is_failed and not (is_cut and self.may_be_cut):
             raise CompareError(f"the response ended as {kind}: {_reason(event)}")
         if kind == "response.created":
             self.response_id = event["response"]["id"]
@@ -202,7 +209,7 @@ class Heard:
             self.first_event_at = time.perf_counter()
         if kind == "response.output_item.done":
             self.items.append(event["item"])
-        elif kind in _CLOSING:
+        elif kind in _CLOSING or is_cut:
             self.response = event["response"]
 
     def end(self) -> Self:
@@ -278,8 +285,8 @@ def _with_times_of(endpoint: EndpointTurn | None, split: Split) -> Split:
     )
 
 
-def _reports(design: Design, heard: Sequence[Heard]) -> list[JsonObject]:
-    """Return the server's own figures of each turn.
+def reports(design: Design, heard: Sequence[Heard]) -> list[JsonObject]:
+    """Return the server's own figures of each turn of a run that was held to its end.
 
     Raises:
         CompareError: it tells none, or of another number of turns.
@@ -314,6 +321,8 @@ class Question:
     """That the turn will make; without any it is the last one."""
     members: JsonObject = field(default_factory=dict)
     """Further ones of this request or event only."""
+    may_be_cut: bool = False
+    """Whether the answer may end at ``max_output_tokens``."""
 
 
 class Client(Protocol):
@@ -365,7 +374,7 @@ class _SocketClient:
         await self._stack.aclose()
 
     async def ask(self, question: Question) -> Heard:
-        heard = Heard(sent_at=time.perf_counter())
+        heard = Heard(time.perf_counter(), question.may_be_cut)
         socket = self._socket or await self._connect()
         frame = msgspec.json.encode(self._frame(question))
         heard.bytes_sent = len(frame)
@@ -405,10 +414,11 @@ class _SocketClient:
                 assert_never(self._dialect)
 
     def _is_over(self, heard: Heard, question: Question) -> bool:
-        if self._dialect is Dialect.INJECT and question.num_calls:
-            # No event closes such a turn.
-            return heard.num_calls == question.num_calls
-        return heard.response is not None
+        if heard.response is not None:
+            return True
+        # In this dialect no event closes a turn that calls.
+        is_open = self._dialect is Dialect.INJECT and question.num_calls > 0
+        return is_open and len(heard.calls) == question.num_calls
 
 
 class _ResendingClient:
@@ -438,7 +448,7 @@ class _ResendingClient:
 
     async def ask(self, question: Question) -> Heard:
         self._history += question.items
-        heard = Heard(sent_at=time.perf_counter())
+        heard = Heard(time.perf_counter(), question.may_be_cut)
         content = msgspec.json.encode({**self._members, "input": self._history, **question.members})
         heard.bytes_sent = len(content)
         async with self._client.stream("POST", self._path, content=content) as reply:

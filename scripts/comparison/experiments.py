@@ -23,8 +23,13 @@ TRACES = Path(__file__).parent / "traces"
 _REAL = "int4"
 _FAST = simulated(1000)
 
-_PAIR = (Design.STATELESS_CACHE, Design.SUSPENDED)
-_FEW_CACHED = (*_PAIR, Design.AGAIN, Design.SUSPENDED_AGAIN)
+_FEW_CACHED = (
+    Design.STATELESS_CACHE,
+    Design.SUSPENDED,
+    Design.AGAIN,
+    Design.SUSPENDED_AGAIN,
+)
+"""Without the two that are measured twice nothing can be told from noise."""
 _FEW = (*_FEW_CACHED, Design.STATELESS)
 _CACHED = (*_FEW_CACHED, Design.CHAINED, Design.SUSPENDED_INJECT)
 _ALL = (*_CACHED, Design.STATELESS)
@@ -59,7 +64,7 @@ class Experiment:
     x: str
     """What is varied, with its unit."""
     budget_seconds: float
-    """That all of its rounds may take."""
+    """That its warm-up and all of its rounds may take."""
     parts: tuple[Part, ...]
 
     def traces(self) -> list[Trace]:
@@ -274,75 +279,75 @@ def _experiment(name: str, budget_seconds: float, *parts: Part) -> Experiment:
 
 
 def _full() -> tuple[Experiment, ...]:
-    """Return what takes about an hour. Where a history is long, computing all of it again on the
-    real model would take most of that; the simulated ones show it."""
+    """Return what takes about an hour and a quarter. Where a history is long, computing all of it
+    again on the real model would take most of that; the simulated ones show it."""
     return (
         _experiment(
             "calls",
-            600,
+            660,
             Part(_REAL, _calls(1, 5, 10, 20), _ALL),
             Part(_REAL, _calls(43), _CACHED),
             Part(_FAST, _calls(1, 5, 10, 20, 43), _ALL),
         ),
         _experiment(
             "context",
-            360,
+            420,
             Part(_REAL, _contexts(256, 1000, 3000), _ALL),
             Part(_REAL, _contexts(6000), _CACHED),
             Part(_FAST, _contexts(256, 1000, 3000, 6000), _ALL),
         ),
         _experiment(
             "results",
-            240,
+            280,
             *(Part(engine, _results(20, 200, 600), _ALL) for engine in (_REAL, _FAST)),
         ),
         _experiment(
             "tools",
-            330,
+            370,
             *(Part(engine, _tools(*_TOOLS, num_calls=5), _FEW) for engine in (_REAL, _FAST)),
         ),
         _experiment(
             "concurrency",
-            330,
+            620,
             Part(_REAL, _concurrent(1, 4, 16), _CACHED),
             Part(_FAST, _concurrent(1, 4, 16), _ALL),
         ),
         _experiment(
             "pace",
-            360,
+            480,
             *(Part(simulated(rate), _pace(rate, 20), _ALL) for rate in (65, 1000, 4000)),
         ),
         _experiment(
             "connections",
-            120,
+            190,
             *(Part(engine, _calls(10), _CONNECTIONS) for engine in (_REAL, _FAST)),
         ),
         _experiment(
-            "traces", 600, Part(_REAL, _shipped(*_SHIPPED), (*_FEW_CACHED, Design.CHAINED))
+            "traces", 800, Part(_REAL, _shipped(*_SHIPPED), (*_FEW_CACHED, Design.CHAINED))
         ),
     )
 
 
 def _quick() -> tuple[Experiment, ...]:
-    """Return what takes four minutes: mostly on simulated accelerators."""
+    """Return what takes less than five minutes: mostly on simulated accelerators."""
     return (
         _experiment(
-            "calls", 55, Part(_REAL, _calls(1, 5), _ALL), Part(_FAST, _calls(1, 5, 20), _ALL)
+            "calls", 72, Part(_REAL, _calls(1, 5), _ALL), Part(_FAST, _calls(1, 5, 20), _ALL)
         ),
         _experiment("context", 12, Part(_FAST, _contexts(256, 3000), _FEW)),
-        _experiment("results", 8, Part(_FAST, _results(20, 200), _FEW)),
-        _experiment("tools", 20, Part(_FAST, _tools("none", "500 ms", num_calls=3), _FEW)),
-        _experiment("concurrency", 15, Part(_FAST, _concurrent(1, 4), _FEW)),
+        _experiment("results", 11, Part(_FAST, _results(20, 200), _FEW)),
+        _experiment("tools", 20, Part(_FAST, _tools("none", "500 ms", num_calls=3), _FEW_CACHED)),
+        _experiment("concurrency", 12, Part(_FAST, _concurrent(1, 4), _FEW)),
         _experiment(
             "pace",
-            35,
-            Part(simulated(65), _pace(65, 10), _PAIR),
-            *(Part(simulated(rate), _pace(rate, 10), _FEW) for rate in (1000, 4000)),
+            46,
+            Part(simulated(65), _pace(65, 4), _FEW_CACHED),
+            *(Part(simulated(rate), _pace(rate, 4), _FEW) for rate in (1000, 4000)),
         ),
-        _experiment("connections", 10, Part(_FAST, _calls(5), _CONNECTIONS)),
+        _experiment("connections", 11, Part(_FAST, _calls(5), _CONNECTIONS)),
         _experiment(
             "traces",
-            26,
+            18,
             Part(simulated(4000), _without_pauses(_shipped("retrieval", "coding-agent")), _FEW),
         ),
     )

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scripts.comparison import measures
+from scripts.comparison.agreement import REFERENCE, disagrees
 from scripts.comparison.claims import MANY_CALLS, overhead_shares
-from scripts.comparison.results import Design
+from scripts.comparison.results import Agreement, Design
 from scripts.comparison.statistics import BASELINE, Cell, Comparison, Measured
 from scripts.comparison.wording import count, listed, plural, ratio, seconds, share, time_beside
 
@@ -239,6 +240,20 @@ def _stretch(labels: Sequence[str], flags: Sequence[bool]) -> str:
     if all(flags[-len(named) :]):
         return f"from {named[0]} on"
     return f"at {listed(named)}"
+
+
+# --- Whether it is the same run -------------------------------------------------------------------
+
+
+def disagreements(agreements: Sequence[Agreement]) -> list[str]:
+    """Return which designs sampled other tokens than the suspended one, of those that must not."""
+    return [
+        f"{each.design} ({each.sampler}): {each.num_runs - each.equal_runs} of "
+        f"{plural(each.num_runs, 'run')} sampled other tokens than {REFERENCE}, and "
+        f"{each.drifted_turns} of {plural(each.num_turns, 'turn')} went on from other ones."
+        for each in agreements
+        if disagrees(each)
+    ]
 
 
 # --- What is left ---------------------------------------------------------------------------------

@@ -116,6 +116,7 @@ def _contents(results: Results) -> dict[str, Any]:
         "plots": plots(measured),
         "stages": tables.stage_grids(measured),
         "lag": tables.lag_grid(measured),
+        "disagreements": findings.disagreements(results.agreements),
         "agreement": tables.agreement_grid(results.agreements),
         "endpoint": tables.endpoint_grids(measured),
         "endpoint_tells_times": findings.endpoint_tells_times(measured),

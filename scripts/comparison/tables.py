@@ -224,7 +224,8 @@ def _lag_entry(measured: Measured, engine: str, design: str) -> Entry:
     middle, late = (quantile_bounds(histogram, quantile) for quantile in (0.5, 0.99))
     if middle is None or late is None:
         return Entry(NOTHING)
-    return Entry(_bound(*middle), (f"99 %: {_bound(*late)}",))
+    looks = plural(round(max(histogram.values())), "look")
+    return Entry(_bound(*middle), (f"99 %: {_bound(*late)}", looks))
 
 
 def _bound(low: float, high: float) -> str:

@@ -3,9 +3,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -15,11 +16,13 @@ from typer.testing import CliRunner, Result
 from scripts import compare as command
 from scripts.compare import Screen
 from scripts.comparison import comparison
-from scripts.comparison.agents import CompareError
-from scripts.comparison.comparison import NAMES, Choices, known
-from scripts.comparison.engines import Servers, simulated
+from scripts.comparison.agents import CompareError, Endpoint
+from scripts.comparison.agreement import GREEDY, Difference
+from scripts.comparison.agreement import agreement as agreement_of_runs
+from scripts.comparison.comparison import NAMES, OUTSIDE, Choices, Comparison, known
+from scripts.comparison.engines import Server, Servers, simulated
 from scripts.comparison.experiments import Experiment, Part, Point
-from scripts.comparison.results import Design, Results, Trial
+from scripts.comparison.results import Agreement, Design, Results, Trial
 from scripts.comparison.trials import Cell, Numbers
 from scripts.comparison.workloads import Workload, synthetic_trace
 from tests.scripts.example_results import split, turn
@@ -88,7 +91,7 @@ def test_each_round_measures_each_cell(measured: Callable[[Measure], None], tmp_
     assert {trial.experiment for trial in results.trials} == {"tools"}
     assert {trial.round for trial in results.trials} == {0, 1}
     cells = {(trial.workload, trial.design, trial.round) for trial in results.trials}
-    assert len(cells) == len(results.trials) == 2 * 2 * 5
+    assert len(cells) == len(results.trials) == 2 * 2 * 4
     assert "tools: 2 rounds" in result.output
     assert str(tmp_path / "report.html") in result.output
 
@@ -115,6 +118,104 @@ def test_a_failure_does_not_take_the_others_with_it(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (("tools", "--designs", "suspended, inject"), "tools: it has none of the designs"),
+        (("agreement", "--designs", "suspended"), "agreement: it compares none of the designs"),
+    ],
+)
+def test_an_experiment_of_which_nothing_is_left_is_not_complete(
+    arguments: tuple[str, ...],
+    note: str,
+    measured: Callable[[Measure], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    async def no_server(servers: Servers, engine: str) -> Server:
+        return Server(engine, Mock(), Endpoint("http://127.0.0.1:1", "m"))
+
+    measured(made_up)
+    monkeypatch.setattr(Servers, "get", no_server)
+
+    result, results = compare(tmp_path, "--only", *arguments)
+
+    assert result.exit_code == 1
+    assert not results.is_complete
+    assert results.notes[0].startswith(note)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("design", "exit_code"), [(Design.SUSPENDED_INJECT, 1), (Design.STATELESS, 0)]
+)
+def test_tokens_that_differ_where_they_must_not_are_a_failure(
+    design: Design, exit_code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def measure_agreement(*_: object) -> list[Agreement]:
+        return [agreement_of_runs(design, GREEDY, [Difference(2, 20, False, 1, 3)])]
+
+    async def no_server(servers: Servers, engine: str) -> Server:
+        assert engine == "float32"
+        return Server(engine, Mock(), Endpoint("http://127.0.0.1:1", "m"))
+
+    monkeypatch.setattr(comparison, "measure_agreement", measure_agreement)
+    monkeypatch.setattr(Servers, "get", no_server)
+
+    result, results = compare(tmp_path, "--only", "agreement")
+
+    assert result.exit_code == exit_code, result.output
+    assert results.is_complete
+    assert ("tokens differ: suspended, inject (greedy): 1 of 1 run" in result.output) == exit_code
+    page = (tmp_path / "report.html").read_text()
+    assert ("do not sample the same tokens" in page) == exit_code
+
+
+@pytest.mark.slow
+def test_a_warm_up_takes_of_the_time_there_is(
+    measured: Callable[[Measure], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken = []
+
+    def rounds(choices: Choices, budget_seconds: float) -> Iterator[int]:
+        taken.append("the time begins")
+        return iter([0])
+
+    def measure(cell: Cell, round_number: int) -> Trial:
+        taken.append("a trial")
+        return made_up(cell, round_number)
+
+    monkeypatch.setattr(Choices, "rounds", rounds)
+    measured(measure)
+
+    compare(tmp_path, "--only", "results")
+
+    assert taken[0] == "the time begins"
+
+
+@pytest.mark.slow
+async def test_ours_are_measured_twice_beside_outside_servers_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    async def measure_baselines(*_: object, ours: Mapping[str, object], **__: object) -> list[str]:
+        asked.extend(ours)
+        return []
+
+    installed = Mock(servers=[Mock()], notes=[], versions={})
+    monkeypatch.setattr(comparison, "installed_servers", lambda *_, **__: installed)
+    monkeypatch.setattr(comparison, "measure_baselines", measure_baselines)
+
+    await Comparison(Choices(is_quick=True, only=(OUTSIDE,)), "", tmp_path, Mock()).run()
+
+    assert set(asked) == {
+        *(Design.STATELESS_CACHE, Design.AGAIN),
+        *(Design.SUSPENDED, Design.SUSPENDED_AGAIN),
+    }
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_leaves_what_was_measured(
     number: signal.Signals, measured: Callable[[Measure], None], tmp_path: Path
@@ -133,7 +234,7 @@ def test_an_interruption_leaves_what_was_measured(
     assert result.exit_code == command.INTERRUPTED
     assert not results.is_complete
     assert "concurrency: interrupted, and what would follow is missing" in results.notes
-    assert len([trial for trial in results.trials if trial.experiment == "tools"]) == 2 * 5
+    assert len([trial for trial in results.trials if trial.experiment == "tools"]) == 2 * 4
 
 
 @pytest.mark.slow

@@ -213,6 +213,32 @@ def test_a_turn_that_does_not_end_well_is_an_error(event: dict[str, Any], messag
         Heard(sent_at=0.0).take(event)
 
 
+def cut_by(reason: str) -> dict[str, Any]:
+    response = {"error": None, "incomplete_details": {"reason": reason}}
+    return {"type": "response.incomplete", "response": response}
+
+
+def test_a_turn_may_be_cut_where_that_is_expected() -> None:
+    heard = Heard(sent_at=0.0, may_be_cut=True)
+
+    heard.take(cut_by("max_output_tokens"))
+
+    assert heard.response == cut_by("max_output_tokens")["response"]
+    with pytest.raises(CompareError, match="content_filter"):
+        Heard(sent_at=0.0, may_be_cut=True).take(cut_by("content_filter"))
+    with pytest.raises(CompareError, match="max_output_tokens"):
+        Heard(sent_at=0.0).take(cut_by("max_output_tokens"))
+
+
+def test_a_call_that_was_cut_short_is_none() -> None:
+    heard = Heard(sent_at=0.0)
+    for status in ("completed", "incomplete"):
+        item = {"type": "function_call", "status": status}
+        heard.take({"type": "response.output_item.done", "item": item})
+
+    assert [call["status"] for call in heard.calls] == ["completed"]
+
+
 def test_what_announces_a_response_says_nothing_yet() -> None:
     heard = Heard(sent_at=0.0)
 

@@ -15,7 +15,7 @@ from scripts.comparison.claims import Verdict, caching, many_calls, overhead
 from scripts.comparison.drawing import STYLES
 from scripts.comparison.plots import cumulative_tokens_forwarded, plots
 from scripts.comparison.report import DESCRIPTIONS, ours, render, summary, write_report
-from scripts.comparison.results import Design, Results, Split, Trial
+from scripts.comparison.results import Agreement, Design, Results, Split, Trial
 from scripts.comparison.statistics import BASELINE, Comparison, Estimate, Measured
 from scripts.comparison.wording import listed, minutes, plural, ratio, seconds, share, size
 from tests.scripts.example_results import COMMAND, Times, example, paired, split, trial, turn
@@ -219,6 +219,65 @@ def test_the_four_designs_are_described_with_the_cached_baseline_first() -> None
     ]
 
 
+@pytest.mark.slow
+def test_the_page_says_what_its_figures_leave_out(html: str) -> None:
+    said = " ".join(html.split())
+
+    assert "without HTTP headers, and without the headers and masks of WebSocket frames" in said
+    assert "how far they drift from what they sampled" in said
+    assert "how often the server looked" in said
+
+
+# --- Whether it is the same run -------------------------------------------------------------------
+
+
+def agreed(design: Design, **members: int) -> Agreement:
+    same = {"num_runs": 3, "equal_runs": 3, "num_turns": 6, "drifted_turns": 0}
+    return Agreement(
+        design=design, sampler="greedy", num_tokens=300, differing_tokens=0, **(same | members)
+    )
+
+
+def test_designs_that_sample_other_tokens_than_they_must_are_named() -> None:
+    found = findings.disagreements(
+        [
+            agreed(Design.CHAINED, equal_runs=2),
+            agreed(Design.SUSPENDED_INJECT, drifted_turns=1),
+            agreed(Design.SUSPENDED_AGAIN),
+            agreed(Design.STATELESS, equal_runs=1, drifted_turns=4),
+        ]
+    )
+
+    assert found == [
+        "chained (greedy): 1 of 3 runs sampled other tokens than suspended, and 0 of 6 turns went "
+        "on from other ones.",
+        "suspended, inject (greedy): 0 of 3 runs sampled other tokens than suspended, and 1 of 6 "
+        "turns went on from other ones.",
+    ]
+
+
+def test_tokens_that_differ_are_told_of_before_all_else() -> None:
+    results = results_of([], notes=["Something is missing."])
+    results.agreements = [agreed(Design.CHAINED, equal_runs=0)]
+
+    page = render(results)
+
+    Page(page)
+    fault = page.index("The designs do not sample the same tokens.")
+    assert fault < page.index("Something is missing.") < page.index("The answer")
+    assert "it is a fault, told of at the top" in page
+
+
+def test_tokens_that_agree_are_no_news() -> None:
+    results = results_of([])
+    results.agreements = [agreed(Design.CHAINED), agreed(Design.STATELESS, equal_runs=0)]
+
+    page = render(results)
+
+    assert "do not sample the same tokens" not in page
+    assert "in the others nothing differs" in " ".join(page.split())
+
+
 # --- Tables ---------------------------------------------------------------------------------------
 
 
@@ -274,7 +333,8 @@ def test_the_lag_of_the_loop_is_given_by_design_and_engine() -> None:
     grid = tables.lag_grid(Measured(paired(four(2.0, 1.0))))
 
     assert grid.columns == ("design", "int4")
-    assert grid.rows[0].entries == (tables.Entry("≤ 1 ms", ("99 %: ≤ 5 ms",)),)
+    # Five rounds, each of a hundred looks.
+    assert grid.rows[0].entries == (tables.Entry("≤ 1 ms", ("99 %: ≤ 5 ms", "500 looks")),)
 
 
 def test_stages_are_given_by_design_for_one_run() -> None:

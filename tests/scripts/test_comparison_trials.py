@@ -1,13 +1,18 @@
 """Designs take turns, for as long as there is time, and no two agent runs are the same."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from sampler.traces import Trace, TraceTurn
-from scripts.comparison.agents import CompareError
-from scripts.comparison.results import Design
-from scripts.comparison.trials import Numbers, Rounds, in_turns, numbered
+from scripts.comparison import trials
+from scripts.comparison.agents import CompareError, Endpoint
+from scripts.comparison.engines import Server
+from scripts.comparison.results import AgentRun, Design
+from scripts.comparison.server_counts import ServerCounts
+from scripts.comparison.trials import Cell, Numbers, Rounds, in_turns, measure, numbered
+from scripts.comparison.workloads import Workload
 
 DESIGNS = (Design.STATELESS, Design.CHAINED, Design.SUSPENDED)
 
@@ -64,6 +69,66 @@ def test_the_number_precedes_the_first_message(content: object, expected: object
 def test_a_trace_that_begins_otherwise_cannot_be_numbered() -> None:
     with pytest.raises(CompareError, match="begins with a message"):
         numbered(trace({"type": "item_reference", "id": "msg_1"}), 1)
+
+
+# --- One trial -----------------------------------------------------------------------------------
+
+
+class Laggard:
+    """A server that comes to rest only when somebody waits for it: work before a trial, and after
+    the client was told."""
+
+    pid = 7
+
+    def __init__(self) -> None:
+        self.seconds_done = 0.0
+        self.seconds_left = 40.0  # of whoever came before
+
+    def cpu_seconds(self) -> float:
+        return self.seconds_done
+
+    def rest(self, pids: Sequence[int]) -> None:
+        assert pids == [self.pid]
+        self.seconds_done += self.seconds_left
+        self.seconds_left = 0.0
+
+    async def hold(self, *_: object) -> AgentRun:
+        self.seconds_done += 1.0
+        self.seconds_left += 2.0
+        return AgentRun(seconds=1.0, wall_seconds=1.0, turns=[])
+
+    async def counts(self, *_: object) -> ServerCounts:
+        return ServerCounts({"encodes": self.seconds_done})
+
+
+async def test_a_trial_is_charged_for_all_that_is_done_for_it_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: Any = Laggard()
+    for name, replaced in {
+        "hold": served.hold,
+        "wait_until_idle": served.rest,
+        "server_counts": served.counts,
+        "new_client": Unused,
+    }.items():
+        monkeypatch.setattr(trials, name, replaced)
+    server = Server("int4", served, Endpoint("http://127.0.0.1:1", "m"))
+    cell = Cell("calls", "int4", Workload("1 call", trace()), 1.0, Design.CHAINED)
+
+    found = await measure(server, cell, 0, Numbers())
+
+    assert found.cpu_seconds == 1.0 + 2.0
+    assert found.counts == {"encodes": 1.0 + 2.0}
+
+
+class Unused:
+    """Stands for a client that nobody asks."""
+
+    async def __aenter__(self) -> "Unused":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
 
 
 # --- Rounds --------------------------------------------------------------------------------------
