@@ -83,13 +83,25 @@ def find_model(
 ) -> ModelSource:
     """Return where ``source`` is, and its name; arguments and errors are those of
     ``load_language``."""
+    name = model_name(source)
     if source is None or source == EMBEDDED_MODEL_NAME:
-        return ModelSource(ensure_embedded_model(progress), EMBEDDED_MODEL_NAME)
+        return ModelSource(ensure_embedded_model(progress), name)
+    return ModelSource(source, name)
+
+
+def model_name(source: str | Path | None) -> str:
+    """Return what clients call the model ``source``; see ``load_language``.
+
+    Raises:
+        ModelLoadError: there is no such directory.
+    """
+    if source is None or source == EMBEDDED_MODEL_NAME:
+        return EMBEDDED_MODEL_NAME
     if Path(source).is_dir():
-        return ModelSource(source, Path(source).resolve().name)
+        return Path(source).resolve().name
     if isinstance(source, Path) or source.startswith((".", "/", "~")):
         raise ModelLoadError(f"there is no model directory {str(source)!r}")
-    return ModelSource(source, source)
+    return source
 
 
 def load_tokenizer(location: str | Path, name: str) -> Any:

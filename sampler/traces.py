@@ -9,6 +9,7 @@ A run goes on for as long as the model calls: so do all turns but the last one, 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -102,13 +103,14 @@ class _Header(_Record, frozen=True, kw_only=True, tag_field="type", tag="trace")
 _LINE = msgspec.json.Decoder(_Header | TraceTurn)
 
 
-def read_traces(path: Path) -> list[Trace]:
+def read_traces(path: str | PathLike[str]) -> list[Trace]:
     """Return the traces in the file at ``path``, of which there is one at least.
 
     Raises:
         OSError: it cannot be read.
         TraceError: it does not hold traces.
     """
+    path = Path(path)
     reader = _Reader(path)
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
@@ -116,14 +118,14 @@ def read_traces(path: Path) -> list[Trace]:
     return reader.finish()
 
 
-def write_traces(path: Path, traces: Iterable[Trace]) -> None:
+def write_traces(path: str | PathLike[str], traces: Iterable[Trace]) -> None:
     """Write ``traces`` to the file at ``path``, in the place of what was in it.
 
     Raises:
         OSError: it cannot be written.
     """
     lines = [msgspec.json.encode(record) for trace in traces for record in _records(trace)]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
 
 
 def _records(trace: Trace) -> Iterator[_Header | TraceTurn]:

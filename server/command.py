@@ -3,73 +3,43 @@
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
-from functools import partial
-from pathlib import Path
-from typing import Annotated
+from contextlib import ExitStack, contextmanager
+from socket import socket
 
-import platformdirs
 import torch
-import typer
 from rich.console import Console
 from rich.progress import Progress as ProgressBars
 
 from sampler.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, Progress
 from sampler.engine import Engine
-from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model
+from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model, simulated_name
 from sampler.engines.simulated.script import Script
 from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
 from sampler.runner_choice import RunnerChoiceError, RunnerOptions
 from sampler.suspension_policy import Mode as SuspendPolicy
 from sampler.traces import TraceError
-from server.access import ApiKeyFileError, ApiKeys
+from server import command_options as options
+from server.access import ApiKeyFileError
 from server.app import create_app
+from server.early_checks import check_files, check_models_file
 from server.engine_choice import (
     EngineChoiceError,
     RemoteOptions,
-    check_is_for_local,
+    check_options,
     kind_of,
+    name_of,
     remote_engine,
 )
-from server.ledger import LedgerError
+from server.ledger import LedgerError, check_is_free
 from server.model_routes import ModelRoutesError
 from server.prices import PriceError
-from server.process import Server, server_config
+from server.process import ListenError, Server, bound_sockets, server_config
 from server.response_store import StoreError
 from server.safety import SafetyError
-from server.settings import Settings, SettingsError
+from server.settings import Settings, SettingsError, default_data_dir
 
 logger = logging.getLogger("server")
-
-
-class Device(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-    MPS = "mps"
-
-
-class Dtype(StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class EndpointDialect(StrEnum):
-    VLLM = "vllm"
-    CEREBRAS = "cerebras"
-
-
-class LogLevel(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
 
 _MISTAKES = (
     SettingsError,
@@ -83,306 +53,79 @@ _MISTAKES = (
     TraceError,
     StoreError,
     LedgerError,
+    ListenError,
     EngineChoiceError,
 )
 
 _GIB = 1 << 30
 
-_listening = partial(typer.Option, rich_help_panel="Listening")
-_model = partial(typer.Option, rich_help_panel="Model")
-_endpoint = partial(typer.Option, rich_help_panel="Model somewhere else")
-_cache = partial(typer.Option, rich_help_panel="KV cache")
-_simulated = partial(typer.Option, rich_help_panel="Simulated accelerator")
-_sampling = partial(typer.Option, rich_help_panel="Sampling")
-_access = partial(typer.Option, rich_help_panel="Access")
-_limit = partial(typer.Option, rich_help_panel="Limits")
-_seconds = partial(typer.Option, rich_help_panel="Times, in seconds", metavar="SECONDS")
-_around = partial(typer.Option, rich_help_panel="Before and after inference")
-_storage = partial(typer.Option, rich_help_panel="Storage")
-
 
 def main(
     *,
-    host: Annotated[str, _listening(help="Address to listen on.")] = Settings.host,
-    port: Annotated[
-        int, _listening(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 8000,
-    log_level: Annotated[LogLevel, _listening(help="Least level to log.")] = LogLevel.INFO,
-    model: Annotated[
-        str | None,
-        _model(
-            help="A local path or Hugging Face id; or a model somewhere else (docs/engines.md): "
-            "cerebras:NAME, with a key in CEREBRAS_API_KEY; openai-chat:NAME or "
-            "openai-completions:NAME, with --endpoint; or vllm:PATH_OR_ID, by vLLM.",
-            show_default="the embedded model",
-        ),
-    ] = None,
-    device: Annotated[Device, _model(help="Where the model runs.")] = Device.AUTO,
-    dtype: Annotated[
-        Dtype,
-        _model(
-            help="What the weights are kept in. auto: bfloat16 on CUDA; on a processor int4 for "
-            "models that were published in 4 bits, and int8 for others, where they are compiled."
-        ),
-    ] = Dtype.AUTO,
-    exact: Annotated[
-        bool, _model("--exact", help="Compute in float32, and no token depends on other runs.")
-    ] = False,
-    threads: Annotated[
-        int | None,
-        _model(min=1, help="CPU threads of the model.", show_default="one per core, at most 8"),
-    ] = None,
-    endpoint: Annotated[
-        str | None,
-        _endpoint(
-            metavar="URL",
-            help="Where it is: what /chat/completions or /completions is joined to.",
-            show_default="that of Cerebras for cerebras:NAME",
-        ),
-    ] = RemoteOptions.endpoint,
-    endpoint_dialect: Annotated[
-        EndpointDialect,
-        _endpoint(help="How an endpoint for completions is asked for token ids."),
-    ] = EndpointDialect.VLLM,
-    endpoint_reasoning: Annotated[
-        str | None,
-        _endpoint(
-            metavar="MEMBER",
-            help="The member of a message in which the endpoint takes thoughts back.",
-            show_default="none; reasoning for cerebras:NAME",
-        ),
-    ] = RemoteOptions.reasoning_field,
-    tokenizer: Annotated[
-        str | None,
-        _endpoint(
-            metavar="PATH_OR_ID",
-            help="The tokenizer and the chat template of openai-completions:NAME, or of "
-            "vllm:PATH_OR_ID.",
-            show_default="those of the embedded model; of the model itself for vllm:PATH_OR_ID",
-        ),
-    ] = RemoteOptions.tokenizer,
-    endpoint_concurrency: Annotated[
-        int, _endpoint(min=1, help="Requests in flight at once; others wait for their turn.")
-    ] = RemoteOptions.max_concurrent,
-    endpoint_patience: Annotated[
-        float,
-        _endpoint(
-            min=0,
-            metavar="SECONDS",
-            help="How long a request is tried again while it fails in ways that may pass.",
-        ),
-    ] = RemoteOptions.patience_seconds,
-    engine_arg: Annotated[
-        list[str] | None,
-        _model(
-            metavar="KEY=VALUE",
-            help="An engine argument of vLLM's, such as tensor_parallel_size=2. May be given "
-            "again.",
-            show_default="vLLM's own",
-        ),
-    ] = None,
-    simulate: Annotated[
-        float | None,
-        _simulated(
-            min=0,
-            metavar="TOKENS/S",
-            help="Simulate an accelerator that samples this fast, instead of a model; 0 is as fast "
-            "as can be. What it says is made up.",
-            show_default="a real model",
-        ),
-    ] = None,
-    simulate_prefill: Annotated[
-        float,
-        _simulated(
-            min=0, metavar="TOKENS/S", help="Tokens of prompts it reads a second; 0 as above."
-        ),
-    ] = 0,
-    simulate_calls: Annotated[
-        int, _simulated(min=0, help="Turns in which it calls a tool before it answers.")
-    ] = 0,
-    simulate_tool: Annotated[
-        str, _simulated(help="The tool it calls, without arguments.")
-    ] = "tool",
-    simulate_words: Annotated[int, _simulated(min=1, help="Tokens of its answer.")] = 64,
-    kv_memory: Annotated[
-        float | None,
-        _cache(
-            min=0,
-            metavar="GIB",
-            help="Memory for keys and values, in GiB.",
-            show_default="half of what is free",
-        ),
-    ] = None,
-    reserve_kv: Annotated[
-        bool,
-        _cache(
-            "--reserve-kv",
-            help="Take all of it from the system at the start, not page by page as it is used.",
-        ),
-    ] = False,
-    suspend_policy: Annotated[
-        SuspendPolicy,
-        _cache(
-            help="What becomes of the cache of a suspended run. auto: it stays until memory is "
-            "wanted; then the least useful ones are swapped out or discarded."
-        ),
-    ] = SuspendPolicy.AUTO,
-    swap_dir: Annotated[
-        Path | None,
-        _cache(help="Where caches are swapped out to.", show_default="the temporary directory"),
-    ] = None,
-    swap_limit: Annotated[
-        float | None,
-        _cache(
-            min=0,
-            metavar="GIB",
-            help="The most that is swapped out, in GiB.",
-            show_default="no limit",
-        ),
-    ] = None,
-    prefill_chunk: Annotated[
-        int | None,
-        _cache(
-            min=1,
-            help="Tokens of prompts in one step: by so much a new run delays those that sample.",
-            show_default="128 where the model is compiled, 512 otherwise",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        _sampling(min=0, help="Of requests that bring none.", show_default="drawn for each"),
-    ] = Settings.seed,
-    max_output_tokens: Annotated[
-        int | None,
-        _sampling(
-            min=1,
-            help="The most a response may have, or a segment of one.",
-            show_default="what the context window holds",
-        ),
-    ] = Settings.max_output_tokens,
-    max_forced_string: Annotated[
-        int | None,
-        _sampling(
-            min=0,
-            help="Bound on strings of forced calls whose schema sets none; 0 is no bound.",
-            show_default="64 for the embedded model, which may not end them; 0 for others",
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        _access(
-            help="Let in only who has a key of this file, to which scripts/api-key adds.",
-            show_default="all are let in",
-        ),
-    ] = Settings.api_key_file,
-    allow_origin: Annotated[
-        list[str] | None,
-        _access(
-            metavar="ORIGIN",
-            help="Let web pages of this origin in, scheme://host[:port], or '*' for all. "
-            "May be given again.",
-            show_default="none",
-        ),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        _access(
-            metavar="NAME",
-            help="Answer to this name in the Host header too. May be given again.",
-            show_default="on a loopback address its own names, otherwise all",
-        ),
-    ] = None,
-    max_connections: Annotated[
-        int | None, _access(min=1, help="WebSockets that may be open.")
-    ] = Settings.max_connections,
-    max_connections_per_key: Annotated[
-        int | None,
-        _access(min=1, help="WebSockets that may be open per key.", show_default="no limit"),
-    ] = Settings.max_connections_per_key,
-    max_frame_bytes: Annotated[
-        int, _limit(min=1, help="Longest frame or body, compressed or not.")
-    ] = Settings.max_frame_bytes,
-    max_queued_creates: Annotated[
-        int, _limit(min=1, help="Creates that may wait on one lane.")
-    ] = Settings.max_queued_creates,
-    max_in_flight: Annotated[
-        int, _limit(min=1, help="Responses of one connection that are sampled at a time.")
-    ] = Settings.max_in_flight,
-    max_lanes: Annotated[
-        int, _limit(min=0, help="Named lanes that one connection may open.")
-    ] = Settings.max_lanes,
-    max_pending_steers: Annotated[
-        int, _limit(min=1, help="Steers that may wait for one response.")
-    ] = Settings.max_pending_steers,
-    max_suspended_per_key: Annotated[
-        int | None,
-        _limit(min=1, help="Runs that may be suspended per key.", show_default="no limit"),
-    ] = Settings.max_suspended_per_key,
-    recent_responses: Annotated[
-        int, _limit(min=0, help="Recent HTTP responses per key that keep their KV cache.")
-    ] = Settings.recent_responses,
-    models: Annotated[
-        Path | None,
-        _around(
-            help="What names of models mean, and what models cost: a TOML file (docs/models.md).",
-            show_default="the model's own name",
-        ),
-    ] = Settings.models_file,
-    safety: Annotated[
-        str,
-        _around(
-            metavar="off|embedded|MODULE:CLASS",
-            help="What classifies input and output, and may block it (docs/safety.md).",
-        ),
-    ] = Settings.safety,
-    replay: Annotated[
-        list[Path] | None,
-        _around(
-            help="Traces that requests may have replayed (docs/traces.md). May be given again.",
-            show_default="none",
-        ),
-    ] = None,
-    suspend_ttl: Annotated[
-        float, _seconds(min=0.1, help="How long a suspended run waits for its tools.")
-    ] = Settings.suspend_ttl_seconds,
-    connection_lifetime: Annotated[
-        float, _seconds(min=0.1, help="How long a WebSocket may be open.")
-    ] = Settings.connection_lifetime_seconds,
-    send_timeout: Annotated[
-        float, _seconds(min=0.1, help="How long a client may read nothing.")
-    ] = Settings.send_timeout_seconds,
-    ping_interval: Annotated[
-        float, _seconds(min=0, help="How often WebSockets are pinged; 0 is never.")
-    ] = Settings.ping_interval_seconds,
-    drain: Annotated[
-        float, _seconds(min=0, help="How long responses may go on after SIGTERM or Ctrl-C.")
-    ] = Settings.drain_seconds,
-    store: Annotated[
-        bool, _storage("--store/--no-store", help="Whether responses that ask for it are stored.")
-    ] = Settings.store,
-    ledger: Annotated[
-        bool | None,
-        _storage(
-            "--ledger/--no-ledger",
-            help="Whether usage and cost of each run are recorded.",
-            show_default="if responses are stored, or --data-dir is given",
-        ),
-    ] = None,
-    data_dir: Annotated[
-        Path | None,
-        _storage(help="Where responses and the ledger are.", show_default="by the system's custom"),
-    ] = None,
-    store_ttl: Annotated[
-        float, _storage(min=0.1, metavar="SECONDS", help="How long they are stored, in seconds.")
-    ] = Settings.store_ttl_seconds,
+    host: options.Host = Settings.host,
+    port: options.Port = 8000,
+    log_level: options.LogLevel = options.LogLevelName.INFO,
+    model: options.Model = None,
+    device: options.Device = options.DeviceName.AUTO,
+    dtype: options.Dtype = options.DtypeName.AUTO,
+    exact: options.Exact = False,
+    threads: options.Threads = None,
+    endpoint: options.Endpoint = RemoteOptions.endpoint,
+    endpoint_dialect: options.EndpointDialect = options.DialectName.VLLM,
+    endpoint_reasoning: options.EndpointReasoning = RemoteOptions.reasoning_field,
+    endpoint_omit: options.EndpointOmit = None,
+    endpoint_max_tokens_member: options.EndpointMaxTokensMember = RemoteOptions.max_tokens_member,
+    tokenizer: options.Tokenizer = RemoteOptions.tokenizer,
+    endpoint_concurrency: options.EndpointConcurrency = RemoteOptions.max_concurrent,
+    endpoint_patience: options.EndpointPatience = RemoteOptions.patience_seconds,
+    endpoint_silence: options.EndpointSilence = RemoteOptions.silence_seconds,
+    engine_arg: options.EngineArg = None,
+    simulate: options.Simulate = None,
+    simulate_prefill: options.SimulatePrefill = None,
+    simulate_calls: options.SimulateCalls = None,
+    simulate_tool: options.SimulateTool = None,
+    simulate_words: options.SimulateWords = None,
+    kv_memory: options.KVMemory = None,
+    reserve_kv: options.ReserveKV = False,
+    suspend_policy: options.SuspendPolicy = SuspendPolicy.AUTO,
+    swap_dir: options.SwapDir = None,
+    swap_limit: options.SwapLimit = None,
+    prefill_chunk: options.PrefillChunk = None,
+    seed: options.Seed = Settings.seed,
+    max_output_tokens: options.MaxOutputTokens = Settings.max_output_tokens,
+    max_forced_string: options.MaxForcedString = None,
+    api_key_file: options.ApiKeyFile = Settings.api_key_file,
+    allow_origin: options.AllowOrigin = None,
+    allow_host: options.AllowHost = None,
+    max_connections: options.MaxConnections = Settings.max_connections,
+    max_connections_per_key: options.MaxConnectionsPerKey = Settings.max_connections_per_key,
+    max_frame_bytes: options.MaxFrameBytes = Settings.max_frame_bytes,
+    max_queued_creates: options.MaxQueuedCreates = Settings.max_queued_creates,
+    max_in_flight: options.MaxInFlight = Settings.max_in_flight,
+    max_lanes: options.MaxLanes = Settings.max_lanes,
+    max_pending_steers: options.MaxPendingSteers = Settings.max_pending_steers,
+    max_suspended_per_key: options.MaxSuspendedPerKey = Settings.max_suspended_per_key,
+    recent_responses: options.RecentResponses = Settings.recent_responses,
+    models: options.Models = Settings.models_file,
+    safety: options.Safety = Settings.safety,
+    replay: options.Replay = None,
+    suspend_ttl: options.SuspendTtl = Settings.suspend_ttl_seconds,
+    connection_lifetime: options.ConnectionLifetime = Settings.connection_lifetime_seconds,
+    send_timeout: options.SendTimeout = Settings.send_timeout_seconds,
+    ping_interval: options.PingInterval = Settings.ping_interval_seconds,
+    drain: options.Drain = Settings.drain_seconds,
+    store: options.Store = Settings.store,
+    ledger: options.Ledger = None,
+    data_dir: options.DataDir = None,
+    store_ttl: options.StoreTtl = Settings.store_ttl_seconds,
 ) -> None:
     """Serve a local model by the Responses API, with a sampler that suspends at tool calls.
 
     The first SIGTERM or Ctrl-C lets what is being sampled end, the second ends the process.
     """
     _set_up_logging(log_level)
-    with _mistakes_told():
-        options = RunnerOptions(
+    with _mistakes_told(), ExitStack() as resources:
+        runner_options = RunnerOptions(
             dtype=dtype.value,
             is_exact=exact,
             kv_memory=None if kv_memory is None else round(kv_memory * _GIB),
@@ -415,11 +158,9 @@ def main(
             replay_files=tuple(replay or ()),
             store=store,
             ledger=has_ledger,
-            data_dir=data_dir or (_default_data_dir() if store or has_ledger else None),
+            data_dir=data_dir or (default_data_dir() if store or has_ledger else None),
             store_ttl_seconds=store_ttl,
         )
-        if api_key_file is not None:
-            ApiKeys.from_file(api_key_file)  # before a model is loaded, which may take minutes
         for warning in settings.warnings():
             logger.warning("%s", warning)
         remote = RemoteOptions(
@@ -429,22 +170,43 @@ def main(
             tokenizer=tokenizer,
             max_concurrent=endpoint_concurrency,
             patience_seconds=endpoint_patience,
+            silence_seconds=endpoint_silence,
+            omitted=frozenset(endpoint_omit or ()),
+            max_tokens_member=endpoint_max_tokens_member,
             max_tokens=max_output_tokens or RemoteOptions.max_tokens,
             engine_args=tuple(engine_arg or ()),
+            suspend_ttl_seconds=suspend_ttl,
             max_forced_string=max_forced_string,
         )
-        if model is not None and simulate is None and kind_of(model):
+        _check_simulation(
+            model,
+            simulate,
+            prefill=simulate_prefill,
+            calls=simulate_calls,
+            tool=simulate_tool,
+            words=simulate_words,
+        )
+        check_options(kind_of(model), remote)
+        # What can be known to be wrong is told before a model is loaded, which may take minutes.
+        check_files(settings)
+        served = name_of(model) if simulate is None else simulated_name(simulate or None)
+        check_models_file(settings, served)
+        if settings.ledger and settings.data_dir is not None:
+            check_is_free(settings.data_dir)
+        sockets = resources.enter_context(bound_sockets(host, port))
+        if model is not None and kind_of(model):
             with _conversion_shown() as progress:
                 engine = remote_engine(model, remote, progress)
         else:
-            check_is_for_local(remote)
             if simulate is None:
-                loaded = _load(model, device, options)
-                torch.set_num_threads(loaded.runner.torch_threads(options.threads))
+                loaded = _load(model, device, runner_options)
+                torch.set_num_threads(loaded.runner.torch_threads(runner_options.threads))
             else:
-                script = Script.of_calls(simulate_calls, simulate_tool, num_words=simulate_words)
+                script = Script.of_calls(
+                    simulate_calls or 0, simulate_tool or "tool", num_words=simulate_words or 64
+                )
                 loaded = _load_simulated(
-                    simulate or None, simulate_prefill or None, script, options
+                    simulate or None, simulate_prefill or None, script, runner_options
                 )
             if reserve_kv:
                 loaded.runner.reserve_memory()
@@ -459,9 +221,18 @@ def main(
                 swap_bytes=None if swap_limit is None else round(swap_limit * _GIB),
             )
         try:
-            _serve(engine, settings, port)
+            _serve(engine, settings, sockets)
         finally:
             engine.close()
+
+
+def _check_simulation(model: str | None, simulate: float | None, **others: object) -> None:
+    """Make sure that nothing is chosen of a simulation where there is none, nor a model besides."""
+    if simulate is not None and model is not None:
+        raise SettingsError("--model does not go with --simulate, which is in the place of a model")
+    for name, value in others.items():
+        if simulate is None and value is not None:
+            raise SettingsError(f"--simulate-{name} goes with --simulate only")
 
 
 @contextmanager
@@ -473,20 +244,18 @@ def _mistakes_told() -> Iterator[None]:
         raise SystemExit(f"server: {error}") from error
 
 
-def _default_data_dir() -> Path:
-    return platformdirs.user_data_path("suspended-sampling")
-
-
-def _set_up_logging(log_level: LogLevel) -> None:
+def _set_up_logging(log_level: options.LogLevelName) -> None:
     logging.basicConfig(
         level=log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    # It has a handler of its own besides, and would say each line twice.
+    logging.getLogger("huggingface_hub").handlers.clear()
     uvicorn = logging.getLogger("uvicorn.error")
-    if log_level is LogLevel.DEBUG:
+    if log_level is options.LogLevelName.DEBUG:
         uvicorn.setLevel(logging.INFO)  # or it would log headers, and with them API keys
-    elif log_level is LogLevel.INFO:
+    elif log_level is options.LogLevelName.INFO:
         uvicorn.setLevel(logging.WARNING)  # it says what we say too
     uvicorn.addFilter(_is_an_error)
 
@@ -497,15 +266,20 @@ def _is_an_error(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("ASGI callable returned without completing ")
 
 
-def _load(model: str | None, device: Device, options: RunnerOptions) -> LoadedModel:
+def _load(
+    model: str | None, device: options.DeviceName, runner_options: RunnerOptions
+) -> LoadedModel:
     with _conversion_shown() as progress:
-        return load_model(model, device=device.value, options=options, progress=progress)
+        return load_model(model, device=device.value, options=runner_options, progress=progress)
 
 
 def _load_simulated(
-    decode_rate: float | None, prefill_rate: float | None, script: Script, options: RunnerOptions
+    decode_rate: float | None,
+    prefill_rate: float | None,
+    script: Script,
+    runner_options: RunnerOptions,
 ) -> LoadedModel:
-    kv_memory = options.kv_memory_on(torch.device("cpu"))
+    kv_memory = runner_options.kv_memory_on(torch.device("cpu"))
     with _conversion_shown() as progress:
         return simulated_model(
             decode_rate,
@@ -529,11 +303,11 @@ def _conversion_shown() -> Iterator[Progress]:
         yield show
 
 
-def _serve(engine: Engine, settings: Settings, port: int) -> None:
+def _serve(engine: Engine, settings: Settings, sockets: list[socket]) -> None:
     app = create_app(engine, settings)
-    config = server_config(app, settings, port)
+    config = server_config(app, settings, port=sockets[0].getsockname()[1])
     server = Server(config, app.state.draining, settings.drain_seconds, engine)
-    server.run()
+    server.run(sockets)
     if not server.started:
         raise SystemExit(1)  # uvicorn has said why
     logger.info("shutdown 4/4: stopping the engine")

@@ -20,7 +20,8 @@ from sampler.engines.endpoint.client import Endpoint, EndpointSettings
 from sampler.engines.vllm.arguments import parse_engine_args
 from sampler.engines.vllm.backend import vllm_engine
 from sampler.engines.vllm.library import VllmError
-from sampler.language import find_model, load_language
+from sampler.language import find_model, load_language, model_name
+from server.settings import Settings
 
 CEREBRAS_URL = "https://api.cerebras.ai/v1"
 CEREBRAS_CACHE_SECONDS = 300.0
@@ -53,18 +54,44 @@ class RemoteOptions:
     """The member in which it takes thoughts back."""
     tokenizer: str | None = None
     """Where the tokenizer and the chat template of its model are; None is the embedded model."""
-    max_concurrent: int = 64
+    max_concurrent: int = EndpointSettings.max_concurrent
     """Requests in flight at once."""
-    patience_seconds: float = 60.0
+    patience_seconds: float = EndpointSettings.patience_seconds
     """How long a request is tried again."""
+    silence_seconds: float = EndpointSettings.read_timeout_seconds
+    """How long it may say nothing."""
+    omitted: frozenset[str] = EndpointSettings.omitted
+    """Members that it does not take."""
+    max_tokens_member: str = EndpointSettings.max_tokens_member
+    """The member that bounds what is sampled, where it is asked with messages."""
     max_tokens: int = 8192
     """Of a segment, where the request says nothing."""
     engine_args: Sequence[str] = ()
     """What vLLM is started with, ``key=value``."""
+    suspend_ttl_seconds: float = Settings.suspend_ttl_seconds
+    """How long vLLM keeps the cache of a suspended run, at most."""
     max_forced_string: int | None = None
     """See ``GrammarCompiler``, for vLLM; None: what suits the model."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
     """Where the API keys are."""
+
+
+_CHAT = frozenset({Kind.CEREBRAS, Kind.OPENAI_CHAT})
+_ENDPOINTS = _CHAT | {Kind.OPENAI_COMPLETIONS}
+
+_CONCERNS: Mapping[str, tuple[str, frozenset[Kind]]] = {
+    "endpoint": ("--endpoint", _ENDPOINTS),
+    "dialect": ("--endpoint-dialect", frozenset({Kind.OPENAI_COMPLETIONS})),
+    "reasoning_field": ("--endpoint-reasoning", _CHAT),
+    "tokenizer": ("--tokenizer", frozenset({Kind.OPENAI_COMPLETIONS, Kind.VLLM})),
+    "max_concurrent": ("--endpoint-concurrency", _ENDPOINTS),
+    "patience_seconds": ("--endpoint-patience", _ENDPOINTS),
+    "silence_seconds": ("--endpoint-silence", _ENDPOINTS),
+    "omitted": ("--endpoint-omit", _ENDPOINTS),
+    "max_tokens_member": ("--endpoint-max-tokens-member", _CHAT),
+    "engine_args": ("--engine-arg", frozenset({Kind.VLLM})),
+}
+"""For each of the ``RemoteOptions`` that not all engines have: its name, and who has it."""
 
 
 def kind_of(model: str | None) -> Kind | None:
@@ -73,21 +100,32 @@ def kind_of(model: str | None) -> Kind | None:
     return Kind(kind) if colon and kind in list(Kind) else None
 
 
-def check_is_for_local(options: RemoteOptions) -> None:
-    """Make sure that nothing was chosen that means nothing to a model in this process.
+def name_of(model: str | None) -> str:
+    """Return what clients will call the model that ``model`` names.
+
+    Raises:
+        ModelLoadError: there is no such directory.
+    """
+    kind = kind_of(model)
+    name = (model or "").removeprefix(f"{kind}:") or None
+    return model_name(name) if kind in (None, Kind.VLLM) else name or ""
+
+
+def check_options(kind: Kind | None, options: RemoteOptions) -> None:
+    """Make sure that nothing was chosen that means nothing to an engine of this kind.
+
+    Args:
+        kind: of the engine; None is a model in this process.
+        options: what was chosen.
 
     Raises:
         EngineChoiceError: something was.
     """
-    kinds = ", ".join(f"{kind}:NAME" for kind in Kind)
-    for option, value in (
-        ("--endpoint", options.endpoint),
-        ("--endpoint-reasoning", options.reasoning_field),
-        ("--tokenizer", options.tokenizer),
-        ("--engine-arg", options.engine_args),
-    ):
-        if value:
-            raise EngineChoiceError(f"{option} goes with a --model that is elsewhere: {kinds}")
+    usual = RemoteOptions()
+    for member, (option, kinds) in _CONCERNS.items():
+        if kind not in kinds and getattr(options, member) != getattr(usual, member):
+            named = " or ".join(f"{kind}:NAME" for kind in Kind if kind in kinds)
+            raise EngineChoiceError(f"{option} goes with --model {named} only")
 
 
 def remote_engine(model: str, options: RemoteOptions, progress: Progress | None = None) -> Engine:
@@ -113,9 +151,7 @@ def remote_engine(model: str, options: RemoteOptions, progress: Progress | None 
         case Kind.CEREBRAS:
             return _cerebras(name, options)
         case Kind.OPENAI_CHAT:
-            return ChatEngine(
-                name, _endpoint(options), _chat_dialect(options), max_tokens=options.max_tokens
-            )
+            return _openai_chat(name, options)
         case Kind.OPENAI_COMPLETIONS:
             return _completions(name, options, progress)
         case Kind.VLLM:
@@ -126,28 +162,42 @@ def _cerebras(name: str, options: RemoteOptions) -> ChatEngine:
     if not options.environment.get("CEREBRAS_API_KEY"):
         raise EngineChoiceError(f"--model cerebras:{name} needs a key in CEREBRAS_API_KEY")
     url = options.endpoint or options.environment.get("CEREBRAS_BASE_URL") or CEREBRAS_URL
+    endpoint = _endpoint(replace(options, endpoint=url), key="CEREBRAS_API_KEY")
+    return _chat(name, endpoint, CEREBRAS, options, cache_seconds=CEREBRAS_CACHE_SECONDS)
+
+
+def _openai_chat(name: str, options: RemoteOptions) -> ChatEngine:
+    endpoint = _endpoint(options)
+    is_openai = httpx2.URL(endpoint.settings.base_url).host == _OPENAI_HOST
+    return _chat(name, endpoint, OPENAI_CHAT if is_openai else COMPATIBLE, options)
+
+
+def _chat(
+    name: str,
+    endpoint: Endpoint,
+    dialect: ChatDialect,
+    options: RemoteOptions,
+    *,
+    cache_seconds: float | None = None,
+) -> ChatEngine:
+    reasoning_field = options.reasoning_field or dialect.reasoning_field
     return ChatEngine(
         name,
-        _endpoint(replace(options, endpoint=url), key="CEREBRAS_API_KEY"),
-        CEREBRAS,
+        endpoint,
+        replace(dialect, reasoning_field=reasoning_field),
         max_tokens=options.max_tokens,
-        cache_seconds=CEREBRAS_CACHE_SECONDS,
+        cache_seconds=cache_seconds,
     )
-
-
-def _chat_dialect(options: RemoteOptions) -> ChatDialect:
-    is_openai = httpx2.URL(options.endpoint or "").host == _OPENAI_HOST
-    dialect = OPENAI_CHAT if is_openai else COMPATIBLE
-    return replace(dialect, reasoning_field=options.reasoning_field or dialect.reasoning_field)
 
 
 def _completions(name: str, options: RemoteOptions, progress: Progress | None) -> Engine:
     key = "CEREBRAS_API_KEY" if options.dialect == "cerebras" else "OPENAI_API_KEY"
+    endpoint = _endpoint(options, key=key)
     language = load_language(options.tokenizer, progress=progress)
     try:
         return completions_engine(
             name,
-            _endpoint(options, key=key),
+            endpoint,
             language,
             dialect=options.dialect,
             max_tokens=options.max_tokens,
@@ -168,6 +218,7 @@ def _vllm(source: str, options: RemoteOptions, progress: Progress | None) -> Eng
             replace(language, name=name),
             engine_args=parse_engine_args(options.engine_args),
             language_source=options.tokenizer,
+            suspend_ttl_seconds=options.suspend_ttl_seconds,
             max_forced_string=max_forced_string,
         )
     except VllmError as error:
@@ -182,6 +233,9 @@ def _endpoint(options: RemoteOptions, *, key: str = "OPENAI_API_KEY") -> Endpoin
             api_key=options.environment.get(key) or None,
             max_concurrent=options.max_concurrent,
             patience_seconds=options.patience_seconds,
+            read_timeout_seconds=options.silence_seconds,
+            max_tokens_member=options.max_tokens_member,
+            omitted=options.omitted,
         )
     except (ValueError, httpx2.InvalidURL) as error:
         raise EngineChoiceError(f"--endpoint {options.endpoint}: {error}") from error

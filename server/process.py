@@ -1,11 +1,13 @@
 """The life of the process: it says where it listens, and goes down in named phases."""
 
 import asyncio
+import errno
 import logging
+import os
 import signal
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from socket import socket
+from contextlib import ExitStack, contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,6 +21,71 @@ from server.settings import Settings
 logger = logging.getLogger("server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Of an address that a name has, and this machine has not: ::1 where there is no IPv6."""
+
+
+class ListenError(RuntimeError):
+    """The server cannot listen where it is to; the message says why."""
+
+
+@contextmanager
+def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Give a socket for each address of ``host``, bound to ``port`` there; 0 is a free one.
+
+    They do not listen yet: who connects before the server can serve is to be refused. They are
+    closed on the way out.
+
+    Raises:
+        ListenError: ``host`` has no address here, or the port is taken.
+    """
+    with ExitStack() as opened:
+        try:
+            sockets = _bound_sockets(host, port, opened)
+        except OSError as error:
+            raise _listen_error(host, port, error) from error
+        yield sockets
+
+
+def _bound_sockets(host: str, port: int, opened: ExitStack) -> list[socket.socket]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets, failure = list[socket.socket](), OSError("it has no address")
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            bound = _bound_socket(family, kind, protocol, (address[0], port, *address[2:]))
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+            failure = error
+        else:
+            sockets.append(opened.enter_context(bound))
+            port = bound.getsockname()[1]  # where it was 0, the same for all
+    if not sockets:
+        raise failure
+    return sockets
+
+
+def _bound_socket(
+    family: int, kind: int, protocol: int, address: tuple[str | int, ...]
+) -> socket.socket:
+    bound = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":  # elsewhere it lets two processes have one port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _listen_error(host: str, port: int, error: OSError) -> ListenError:
+    hint = "; --port takes another, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+    reason = (error.strerror or str(error)).lower()
+    return ListenError(f"cannot listen on {host}, port {port}: {reason}{hint}")
 
 
 def server_config(app: ASGIApp, settings: Settings, port: int) -> uvicorn.Config:
@@ -76,8 +143,12 @@ class Server(uvicorn.Server):
         self._draining = draining
         self._drain_seconds = drain_seconds
 
-    async def startup(self, sockets: list[socket] | None = None) -> None:
-        """See that there is something to serve, bind, then say where."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See that there is something to serve, listen, then say where.
+
+        Raises:
+            ListenError: another process has begun to listen on the port of ``sockets``.
+        """
         try:
             if self._engine is not None:
                 await self._engine.start()
@@ -85,13 +156,17 @@ class Server(uvicorn.Server):
             logger.error("%s", error)
             self.should_exit = True
             return
-        await super().startup()
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            await self.lifespan.shutdown()
+            raise _listen_error(self.config.host, self.config.port, error) from error
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"listening on http://{shown}:{port}", flush=True)  # noqa: T201
 
-    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, let what is being sampled end, close what is open, wait for it."""
         logger.info(
             "shutdown 1/4: closing the port; %d responses may go on for %g s",

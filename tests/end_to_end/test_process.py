@@ -64,9 +64,10 @@ def test_a_port_in_use_and_an_unknown_model_end_it_with_one_line(
     ):
         statuses = no_port.wait(START_SECONDS), no_model.wait(START_SECONDS)
 
-    assert 0 not in statuses
+    assert statuses == (1, 1)
     assert no_port.stdout == no_model.stdout == ""
     (line,) = no_port.stderr.splitlines()
+    assert line.startswith("server: cannot listen on ")
     assert "address already in use" in line
     assert port in line
     (line,) = no_model.stderr.splitlines()

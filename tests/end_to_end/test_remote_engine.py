@@ -117,7 +117,11 @@ def test_what_is_wrong_with_the_choice_ends_it_with_one_line(tmp_path: Path) -> 
 
 def test_a_run_is_suspended_and_resumed_and_the_process_ends_well(tmp_path: Path) -> None:
     scripts = (CALL, SUN, [*says("Well, "), *silence()])
-    options = ("--drain", "0.2")
+    options = [
+        *("--drain", "0.2", "--max-output-tokens", "77"),
+        *("--endpoint-omit", "seed", "--endpoint-omit", "prompt_cache_key"),
+        *("--endpoint-max-tokens-member", "max_tokens"),
+    ]
     with faking(*scripts) as fake, serving_at(fake.url, tmp_path / "server", *options) as server:
         server.wait_until_it_listens()
         with connected(server) as socket:
@@ -130,6 +134,9 @@ def test_a_run_is_suspended_and_resumed_and_the_process_ends_well(tmp_path: Path
             status = server.wait()
 
     assert text_in(last[-1]["response"]) == "It is sunny."
+    for request in fake.requests:
+        assert request.body["max_tokens"] == 77
+        assert not request.body.keys() & {"seed", "prompt_cache_key"}
     assert ended[-1]["response"]["error"]["message"] == "the server is shutting down"
     assert status == 0
     assert "Traceback" not in server.stderr

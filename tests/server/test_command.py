@@ -1,18 +1,22 @@
 """What is wrong with the command line is told in one line, before a model is loaded."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import Typer
+from typer.testing import CliRunner
 
 from sampler.embedded_model import EMBEDDED_MODEL_NAME
 from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from server import command
 from server.command import main
+from server.command_options import DialectName
+from server.engine_choice import EngineChoiceError, RemoteOptions
 from tests.tiny_model import tiny_model
 
 NO_MODEL = "/nowhere"
@@ -62,9 +66,68 @@ def test_only_the_embedded_model_has_the_strings_of_forced_calls_bounded_by_defa
     monkeypatch.setattr(command, "_load", lambda *_: replace(tiny_model(), name=name))
     monkeypatch.setattr(command, "LocalEngine", engine)
     monkeypatch.setattr(command, "_serve", lambda *_: None)
-    main(max_forced_string=chosen, store=False)
+    main(max_forced_string=chosen, store=False, port=0)
 
     assert bounds == [bound]
+
+
+# What is chosen, and what the engine is told.
+REMOTE: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "endpoint": ({"endpoint": "http://a/v1"}, {"endpoint": "http://a/v1"}),
+    "dialect": (
+        {"model": "openai-completions:m", "endpoint_dialect": DialectName.CEREBRAS},
+        {"dialect": "cerebras"},
+    ),
+    "reasoning": ({"endpoint_reasoning": "thoughts"}, {"reasoning_field": "thoughts"}),
+    "omit": ({"endpoint_omit": ["seed", "a"]}, {"omitted": frozenset({"a", "seed"})}),
+    "member": ({"endpoint_max_tokens_member": "most"}, {"max_tokens_member": "most"}),
+    "tokenizer": ({"model": "vllm:m", "tokenizer": "org/name"}, {"tokenizer": "org/name"}),
+    "concurrency": ({"endpoint_concurrency": 3}, {"max_concurrent": 3}),
+    "patience": ({"endpoint_patience": 0.0}, {"patience_seconds": 0.0}),
+    "silence": ({"endpoint_silence": 9.0}, {"silence_seconds": 9.0}),
+    "most": ({"max_output_tokens": 77}, {"max_tokens": 77}),
+    "engine args": (
+        {"model": "vllm:m", "engine_arg": ["a=1", "b=2"]},
+        {"engine_args": ("a=1", "b=2")},
+    ),
+    "suspended": ({"suspend_ttl": 3.0}, {"suspend_ttl_seconds": 3.0}),
+    "strings": ({"max_forced_string": 5}, {"max_forced_string": 5}),
+}
+
+
+@pytest.mark.parametrize(("chosen", "told"), REMOTE.values(), ids=REMOTE)
+def test_an_engine_that_is_elsewhere_is_told_what_was_chosen(
+    chosen: dict[str, Any], told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def remote_engine(model: str, options: RemoteOptions, _: Any) -> Any:
+        asked.append((model, options))
+        raise EngineChoiceError("enough")
+
+    monkeypatch.setattr(command, "remote_engine", remote_engine)
+    with pytest.raises(SystemExit, match="enough"):
+        main(**{"model": "openai-chat:m", "port": 0, "store": False, **chosen})
+
+    assert asked == [(chosen.get("model", "openai-chat:m"), RemoteOptions(**told))]
+
+
+@pytest.mark.parametrize("model", [NO_MODEL, "vllm:m", "openai-chat:m"])
+def test_what_means_nothing_to_an_engine_is_told_before_it_is_made(model: str) -> None:
+    with pytest.raises(SystemExit, match="server: --endpoint-dialect goes with"):
+        main(model=model, endpoint_dialect=DialectName.CEREBRAS)
+
+
+@pytest.mark.parametrize("option", ["--endpoint-silence=0", "--endpoint-dialect=french"])
+def test_what_an_option_cannot_be_is_told_with_its_name(option: str) -> None:
+    app = Typer()
+    app.command()(main)
+
+    result = CliRunner().invoke(app, ["--model=openai-chat:m", option])
+
+    assert result.exit_code == 2
+    assert option.partition("=")[0] in result.output
 
 
 def test_choices_that_make_no_sense_are_told(tmp_path: Path) -> None:

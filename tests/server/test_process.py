@@ -16,9 +16,56 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from server.draining import Draining
-from server.process import Server, server_config
+from server.process import ListenError, Server, bound_sockets, server_config
 from server.settings import Settings
 from tests.server.sockets import DEADLINE_SECONDS, Door, listening
+
+# --- Where it listens ----------------------------------------------------------------------------
+
+
+def test_a_port_is_taken_before_anything_listens_there() -> None:
+    with bound_sockets("127.0.0.1", 0) as (bound,):
+        address = bound.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+
+        bound.listen()
+        with pytest.raises(ListenError, match=f"port {address[1]}: address already in use"):
+            bound_sockets(*address).__enter__()
+
+
+def test_all_addresses_of_a_host_have_one_port_and_those_of_other_machines_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    addresses = ["192.0.2.1", "127.0.0.1", "127.0.0.2"]  # the first is kept for documentation
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+    with bound_sockets("somewhere", 0) as sockets:
+        (first, port), (second, same_port) = [bound.getsockname() for bound in sockets]
+
+    assert (first, second) == ("127.0.0.1", "127.0.0.2")
+    assert port == same_port != 0
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
+def test_a_host_without_an_address_here_is_told(host: str) -> None:
+    with pytest.raises(ListenError, match=f"cannot listen on {host}, port 0: "):
+        bound_sockets(host, 0).__enter__()
+
+
+async def test_a_port_that_was_taken_meanwhile_is_told() -> None:
+    story = Story()
+    with (
+        bound_sockets("127.0.0.1", 0) as sockets,
+        bound_sockets(*sockets[0].getsockname()) as (other,),
+    ):
+        server = ObservedServer(story, drain_seconds=0)
+        other.listen()
+
+        with pytest.raises(ListenError, match="address already in use"):
+            await server.serve(sockets)
+
 
 # --- Pings ---------------------------------------------------------------------------------------
 

@@ -211,9 +211,14 @@ def simulated_model(
         max_context=config.max_position_embeddings,
     )
     tokenizer.counters = runner.counters
-    name = f"simulated-{decode_rate:g}" if decode_rate else "simulated-unlimited"
+    name = simulated_name(decode_rate)
     logger.warning("%s is simulated: there is no model, and what it says is made up", name)
     return LoadedModel(name, runner, tokenizer, chat_format)
+
+
+def simulated_name(decode_rate: float | None) -> str:
+    """Return what clients call the model that is simulated at ``decode_rate``."""
+    return f"simulated-{decode_rate:g}" if decode_rate else "simulated-unlimited"
 
 
 def _paged(cache: KVCache) -> PagedCache:
