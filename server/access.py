@@ -26,7 +26,7 @@ from protocol import errors
 from protocol.errors import ProtocolError
 from server.error_response import error_response
 from server.settings import Settings
-from server.work import Stage, Tallies
+from server.work import Stage, Tallies, Work
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LINE = re.compile(rf"({_NAME.pattern})\s+([0-9A-Fa-f]{{64}})")
@@ -59,15 +59,7 @@ class ApiKeys:
         Raises:
             ApiKeyFileError: there is no such file, it holds no key, or a line is not one.
         """
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ApiKeyFileError(f"cannot read {path}: {_reason(error)}") from error
-        entries = [
-            _parse_line(line.strip(), f"{path}, line {number}")
-            for number, line in enumerate(lines, start=1)
-            if line.strip() and not line.strip().startswith("#")
-        ]
+        entries = _entries(path)
         if not entries:
             raise ApiKeyFileError(f"{path} holds no API key; scripts/api-key adds one")
         return cls(entries)
@@ -79,6 +71,17 @@ class ApiKeys:
         # Compares with all, each in the same time: how long it takes says nothing.
         names = [name for name, known in self._entries if hmac.compare_digest(known, key_hash)]
         return names[0] if names and scheme.lower() == "bearer" else None
+
+
+def num_api_keys(path: Path, name: str) -> int:
+    """Return how many keys ``name`` has in a file, which need not be there yet.
+
+    Raises:
+        ApiKeyFileError: the file cannot be used.
+    """
+    if not path.exists():
+        return 0
+    return sum(its_name == name for its_name, _ in _entries(path))
 
 
 def add_api_key(path: Path, name: str) -> str:
@@ -102,6 +105,18 @@ def add_api_key(path: Path, name: str) -> str:
     return key
 
 
+def _entries(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ApiKeyFileError(f"cannot read {path}: {_reason(error)}") from error
+    return [
+        _parse_line(line.strip(), f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip() and not line.strip().startswith("#")
+    ]
+
+
 def _parse_line(line: str, place: str) -> tuple[str, str]:
     if (found := _LINE.fullmatch(line)) is None:
         raise ApiKeyFileError(f"{place}: expected a name and the SHA-256 of a key in hex")
@@ -119,7 +134,8 @@ def _hash(key: str) -> str:
 class Access:
     """Middleware around the whole application: refuses in the API's own words, or lets in.
 
-    The name of the key is ``key_id`` in the state of the scope; None where none is asked for.
+    The name of the key is ``key_id`` in the state of the scope; None where none is asked for. What
+    it took to find it is ``admission``, a ``Work``.
     """
 
     def __init__(
@@ -171,26 +187,27 @@ class Access:
         return self._hosts is not None and origin.partition("://")[2].lower() == host.lower()
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+        admission = Work(self._stages)
         try:
-            key_id = self._key_id(scope)
+            key_id = self._key_id(scope, admission)
             if scope["type"] == "websocket":
                 self._check_connections(key_id)
         except ProtocolError as error:
             await error_response(error)(scope, receive, send)
             return
-        scope.setdefault("state", {})["key_id"] = key_id
+        scope.setdefault("state", {}).update(key_id=key_id, admission=admission)
         if scope["type"] == "websocket":
             await self._serve_connection(key_id, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _key_id(self, scope: Scope) -> str | None:
+    def _key_id(self, scope: Scope, work: Work) -> str | None:
         if self._keys is None or scope["path"] in _OPEN_PATHS:
             return None
         began_at = time.perf_counter()
         key_id = self._keys.authenticate(Headers(scope=scope).get("authorization"))
         if scope["path"].startswith("/v1/"):
-            self._stages[Stage.AUTHENTICATE].add(1, 1, time.perf_counter() - began_at)
+            work.add(Stage.AUTHENTICATE, time.perf_counter() - began_at)
         if key_id is None:
             raise errors.invalid_api_key()
         return key_id

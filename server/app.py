@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -56,8 +57,16 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
             await websocket.send_denial_response(error_response(error))
             return
         key = websocket.state.key_id or ""
-        connection = Connection(websocket, services, dialect, key, keeps_open=query is not None)
+        admission = websocket.state.admission
+        connection = Connection(
+            websocket, services, dialect, key, admission, keeps_open=query is not None
+        )
         await connection.serve()
+
+    async def no_socket(websocket: WebSocket) -> None:
+        await websocket.send_denial_response(
+            error_response(errors.unknown_path(websocket.url.path))
+        )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
@@ -76,6 +85,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
                 services.forget_response,
                 settings.send_timeout_seconds,
             ).routes(),
+            WebSocketRoute("/{path:path}", no_socket),
         ],
         middleware=[
             Middleware(Access, keys=keys, settings=settings, stages=services.telemetry.stages)
@@ -101,6 +111,8 @@ async def _protocol_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses: no such path, no such method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return error_response(errors.unknown_path(request.url.path))
     response = error_response(ProtocolError(error.detail, status=error.status_code))
     response.headers.update(error.headers or {})
     return response

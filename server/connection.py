@@ -24,9 +24,9 @@ from protocol.server_events import ServerEvent, inject_failed, steer_failed
 from protocol.validation import JsonObject
 from sampler.engine import EngineError
 from sampler.snapshot import Snapshot
-from server.lane import Append, BadCreate, Create, Inject, Lane, Message, Steer, Steering
+from server.lane import Append, Create, Inject, Lane, Message, Steer, Steering
 from server.past_response import PastResponse
-from server.reading import read_create, read_inject
+from server.reading import read_inject
 from server.services import Services
 from server.work import Stage, Work
 
@@ -52,6 +52,7 @@ class Connection:
         services: Services,
         dialect: Dialect,
         key_id: str,
+        admission: Work,
         *,
         keeps_open: bool,
     ) -> None:
@@ -62,6 +63,7 @@ class Connection:
             services: what all connections share.
             dialect: as negotiated.
             key_id: whose it is.
+            admission: what it took to let it in.
             keeps_open: whether an append that has nowhere to go gets an error. If not, the
                 connection is closed, which is what old Codex releases recover from.
         """
@@ -71,6 +73,7 @@ class Connection:
         self.memory.on_forget = self._forgotten
         self.in_flight = asyncio.Semaphore(services.settings.max_in_flight)
         self.steerings: dict[str, list[Steering]] = {}
+        self.untold = [admission]
         self._websocket = websocket
         self._keeps_open = keeps_open
         self._tasks = asyncio.TaskGroup()
@@ -132,7 +135,7 @@ class Connection:
             event = decode_client_event(text)
         match event:
             case "response.create", frame:
-                await self._take_create(frame, work)
+                await self._hand_over(Create(frame, work), parse_stream_id(frame))
             case "response.append", frame:
                 await self._hand_over(Append(frame, work), parse_stream_id(frame))
             case "response.inject", frame:
@@ -144,15 +147,6 @@ class Connection:
             case event_type, frame:
                 error = errors.unsupported_event_type(event_type)
                 await self.refuse(error, parse_stream_id(frame))
-
-    async def _take_create(self, frame: JsonObject, work: Work) -> None:
-        name = parse_stream_id(frame)
-        message: Message
-        try:
-            message = Create(read_create(frame, self.memory, work, "websocket"), work)
-        except ProtocolError as error:
-            message = BadCreate(error, _string(frame.get("previous_response_id")), work)
-        await self._hand_over(message, name)
 
     async def _take_inject(self, frame: JsonObject, work: Work) -> None:
         try:

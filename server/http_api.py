@@ -23,7 +23,7 @@ from server.event_stream import EventStream, sse_frames
 from server.ledger import RunOpened
 from server.memory import Memory
 from server.post_inference import Account
-from server.reading import read_compact, read_create, read_input_tokens
+from server.reading import model_of_parent, read_compact, read_create, read_input_tokens
 from server.request_body import read_body
 from server.responder import Responder
 from server.services import Services
@@ -61,7 +61,8 @@ class HttpApi:
         self._services.draining.check()
         pre_inference = self._services.pre_inference
         body, memory, work = await self._received(request)
-        params = read_create(body, memory, work, "http")
+        parent_model = await model_of_parent(body, memory, work)
+        params = read_create(body, memory, work, "http", parent_model)
         prepared = await pre_inference.prepare(params, memory, work)
         responder = Responder(prepared, Dialect.CHAINED, self._services, memory, slot=prepared.id)
         if params.background:
@@ -92,7 +93,7 @@ class HttpApi:
         self._services.draining.check()
         pre_inference = self._services.pre_inference
         body, memory, work = await self._received(request)
-        params = read_compact(body, memory, work)
+        params = read_compact(body, memory, work, await model_of_parent(body, memory, work))
         compacting = await pre_inference.prepare_compaction(params, memory, work)
         opened = RunOpened(
             run_id=compacting.run.id,
@@ -112,7 +113,7 @@ class HttpApi:
             except EngineError as error:
                 return error_response(errors.failure(error.code, str(error)))
             finally:
-                account.close([compacting.run])
+                account.close([compacting.run], compacting.run.state.value)
         if compacting.is_cancelled:
             return error_response(errors.shutting_down())
         resource = compaction_resource(compacting, summary, int(time.time()))
@@ -124,7 +125,8 @@ class HttpApi:
             raise errors.unsupported_parameter("model", "its tokens are counted by somebody else")
         pre_inference = self._services.pre_inference
         body, memory, work = await self._received(request)
-        params = read_input_tokens(body, memory, work)
+        parent_model = await model_of_parent(body, memory, work)
+        params = read_input_tokens(body, memory, work, parent_model)
         num_tokens = await pre_inference.count_tokens(params, memory, work)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
@@ -174,6 +176,7 @@ class HttpApi:
         """Return the body of a request, what it may go on from, and the work on it."""
         body = await read_body(request, self._services.settings.max_frame_bytes)
         work = self._services.new_work()
+        work.absorb(request.state.admission)
         with work.stage(Stage.PARSE, runs=0, items=0):
             return decode_object(body), self._memory(request), work
 

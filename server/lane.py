@@ -39,7 +39,7 @@ from server.answers import Answers
 from server.memory import Memory
 from server.past_response import new_id
 from server.pre_inference import Prepared, choice_after_calls, refusal_of
-from server.reading import read_append
+from server.reading import model_of_parent, read_append, read_create
 from server.responder import Responder
 from server.safety import Findings
 from server.services import Services
@@ -51,18 +51,10 @@ _MAX_OTHERS = 64  # messages that are no creates, waiting on one lane
 
 @dataclass(frozen=True)
 class Create:
-    """Asks for a response."""
+    """Asks for a response. It is read when its turn comes: what it means may depend on the response
+    before it."""
 
-    params: CreateParams
-    work: Work
-
-
-@dataclass(frozen=True)
-class BadCreate:
-    """Asks for a response that cannot be; it is told so when its turn comes."""
-
-    error: ProtocolError
-    parent_id: str | None
+    frame: JsonObject
     work: Work
 
 
@@ -91,8 +83,7 @@ class Steer:
     work: Work
 
 
-AnyCreate: TypeAlias = Create | BadCreate
-Message: TypeAlias = AnyCreate | Append | Inject | Steer
+Message: TypeAlias = Create | Append | Inject | Steer
 
 
 @dataclass(frozen=True)
@@ -117,6 +108,8 @@ class Peer(Protocol):
     """Held by a lane while it samples."""
     steerings: dict[str, list[Steering]]
     """What was accepted and waits for whoever follows a response, by the id of that."""
+    untold: list[Work]
+    """On the connection as such; the first response that tells of its work tells of this."""
 
     def next_number(self) -> int:
         """Return the sequence number of an event that belongs to no response."""
@@ -167,7 +160,7 @@ class Lane:
         Raises:
             ProtocolError: too many are waiting.
         """
-        if isinstance(message, AnyCreate):
+        if isinstance(message, Create):
             num_waiting, limit = self._num_creates, self._services.settings.max_queued_creates
         else:
             num_waiting = self._inbox.qsize() + len(self._deferred) - self._num_creates
@@ -175,7 +168,7 @@ class Lane:
         # Where nothing is in progress, the first is as good as taken.
         if num_waiting >= limit + self._is_waiting:
             raise errors.too_many_queued(limit)
-        self._num_creates += isinstance(message, AnyCreate)
+        self._num_creates += isinstance(message, Create)
         message.work.queued()
         self._inbox.put_nowait(message)
 
@@ -191,7 +184,7 @@ class Lane:
         self._is_waiting = True
         message = self._deferred.popleft() if self._deferred else await self._inbox.get()
         self._is_waiting = False
-        self._num_creates -= isinstance(message, AnyCreate)
+        self._num_creates -= isinstance(message, Create)
         message.work.taken()
         return message
 
@@ -203,8 +196,6 @@ class Lane:
             match await self._take():
                 case Create() as create:
                     await self._create(create)
-                case BadCreate() as bad:
-                    await self._refuse_create(bad)
                 case Append() as append:
                     await self._append_at_rest(append)
                 case Inject(params):
@@ -214,11 +205,27 @@ class Lane:
 
     async def _create(self, create: Create) -> None:
         try:
-            prepared = await self._prepare(create.params, create.work)
+            prepared = await self._asked_for(create)
         except ProtocolError as error:
             await self._peer.refuse(error, self.name)
             return
         await self._respond_to(prepared)
+
+    async def _asked_for(self, create: Create) -> Prepared:
+        """Return the response that ``create`` asks for.
+
+        Raises:
+            ProtocolError: it cannot be; its parent is forgotten.
+        """
+        frame, memory, work = create.frame, self._memory, create.work
+        try:
+            parent_model = await model_of_parent(frame, memory, work)
+            params = read_create(frame, memory, work, "websocket", parent_model)
+        except ProtocolError:
+            parent_id = frame.get("previous_response_id")
+            self._evict(parent_id if isinstance(parent_id, str) else None)
+            raise
+        return await self._prepare(params, work)
 
     async def _append_at_rest(self, append: Append) -> None:
         try:
@@ -254,10 +261,6 @@ class Lane:
         following: Prepared | None = prepared
         while following:
             following = await self._respond(following)
-
-    async def _refuse_create(self, bad: BadCreate) -> None:
-        self._evict(bad.parent_id)
-        await self._peer.refuse(bad.error, self.name)
 
     async def _prepare(self, params: CreateParams, work: Work) -> Prepared:
         """Prepare a response, with what the client wanted to tell its parent."""
@@ -296,6 +299,8 @@ class Lane:
         """Sample one response to its end, and return what comes before anything in the inbox."""
         if prepared.params.previous_response_id is not None:
             self._peer.stop_warming_up(prepared.params.previous_response_id)
+        if prepared.is_to_be_sampled and self._peer.untold:
+            prepared.work.absorb(self._peer.untold.pop())
         responder = Responder(prepared, self._peer.dialect, self._services, self._memory, self.name)
         suspends = self._peer.dialect is not Dialect.CHAINED
         self._responder = responder
@@ -379,8 +384,8 @@ class Lane:
         An injected response is in flight to its end, so they wait for their turn. In the append
         dialect it is the response that gives way: its last segment was closed.
         """
-        creates: list[Message] = [m for m in self._deferred if isinstance(m, AnyCreate)]
-        self._deferred = deque(m for m in self._deferred if not isinstance(m, AnyCreate))
+        creates: list[Message] = [m for m in self._deferred if isinstance(m, Create)]
+        self._deferred = deque(m for m in self._deferred if not isinstance(m, Create))
         return creates
 
     async def _answered(self, responder: Responder, answers: Answers) -> Resumption | None:
@@ -390,8 +395,6 @@ class Lane:
                 case Create() as create:
                     if await self._can_supersede(create):
                         return None
-                case BadCreate():
-                    await self._refuse_create(message)
                 case Steer():
                     await self._steer(message)
                     await self._tell_pending(responder)
@@ -404,7 +407,7 @@ class Lane:
     async def _can_supersede(self, create: Create) -> bool:
         """Prepare what is to take the place of the suspended response, if it can be."""
         try:
-            self._next = await self._prepare(create.params, create.work)
+            self._next = await self._asked_for(create)
         except ProtocolError as error:
             await self._peer.refuse(error, self.name)
             return False

@@ -26,12 +26,14 @@ from sampler.worker_thread import WorkerThread
 from server.journal import MAX_BYTES, Journal, read_journal
 from server.prices import Prices
 from server.sqlite_file import (
+    IN_USE,
     FileFormat,
     SqliteFileError,
     open_sqlite,
     open_sqlite_read_only,
     unusable,
 )
+from server.work import Stage, Tallies
 
 T = TypeVar("T")
 
@@ -199,6 +201,7 @@ class Ledger:
         clock: gives unix seconds.
         journal_bytes: from what length on the journal is rewritten.
         busy_seconds: how long the thread waits when another process has locked the SQLite file.
+        stages: where the time that the thread takes to write is added.
 
     Raises:
         LedgerError: a file is damaged, foreign, from a later version of this program, or in use.
@@ -212,7 +215,9 @@ class Ledger:
         clock: Callable[[], float] = time.time,
         journal_bytes: int = MAX_BYTES,
         busy_seconds: float = _BUSY_SECONDS,
+        stages: Tallies | None = None,
     ) -> None:
+        self._stages = stages or Tallies()
         self._prices = prices
         self._clock = clock
         self._open: dict[str, _Account] = {}
@@ -333,13 +338,14 @@ class Ledger:
     # --- What follows is done on the thread --------------------------------------------------
 
     def _write(self) -> None:
-        with self._journal.lock:
-            accounts = list(self._finished)
-        self._put(accounts)
-        for _ in accounts:
-            self._finished.popleft()
-        if self._journal.is_rewrite_due:
-            self._rewrite_journal()
+        with self._stages.timed(Stage.LEDGER):
+            with self._journal.lock:
+                accounts = list(self._finished)
+            self._put(accounts)
+            for _ in accounts:
+                self._finished.popleft()
+            if self._journal.is_rewrite_due:
+                self._rewrite_journal()
 
     def _put(self, accounts: Iterable[_Account]) -> None:
         with self._database as database:
@@ -389,6 +395,19 @@ def _log_failure(writing: "Future[None]") -> None:
         logger.error("runs are not in the ledger yet, and are tried again later", exc_info=error)
 
 
+def check_is_free(folder: Path) -> None:
+    """Make sure that no other process keeps its ledger in ``folder``, which is made if need be.
+
+    Raises:
+        LedgerError: one does, or the folder cannot be used.
+    """
+    with ExitStack() as resources:
+        try:
+            _lock(folder, resources)
+        except OSError as error:
+            raise LedgerError(f"cannot open the ledger in {folder}: {error}") from error
+
+
 def _lock(folder: Path, resources: ExitStack) -> None:
     """Make the folder if need be, and hold its lock until ``resources`` are closed.
 
@@ -400,7 +419,7 @@ def _lock(folder: Path, resources: ExitStack) -> None:
     try:
         resources.enter_context(lock.acquire(blocking=False))
     except Timeout as error:
-        raise LedgerError(f"the ledger: cannot use {folder}: it is in use") from error
+        raise LedgerError(f"the ledger: cannot use {folder}: {IN_USE}") from error
 
 
 def _accounts(records: Iterable[bytes]) -> tuple[list[_Account], int]:

@@ -100,6 +100,14 @@ class Memory:
             raise errors.response_in_progress(response_id)
         return kept or self._read_back(stored)
 
+    async def model_of(self, response_id: str) -> str | None:
+        """Return the model that a response says it is of, if the response is kept or stored."""
+        kept = self.find(response_id)
+        if kept is not None and kept.params is not None:
+            return kept.params.model
+        stored = await self._stored(response_id)
+        return None if stored is None else str(decode_object(stored.response)["model"])
+
     async def _stored(self, response_id: str) -> StoredResponse | None:
         return await self._store.get(self.key_id, response_id) if self._store else None
 

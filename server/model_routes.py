@@ -6,7 +6,8 @@ so the file is read as a graph, and refused as a whole if a name in it leads now
 
 A split sends a conversation where the weighted hash of its sticky key is greatest (rendezvous
 hashing). All its requests go the same way, in each process; and where weights change or a target is
-added, only those conversations move that have to: a move costs a conversation its KV cache.
+added, only those conversations move that have to: a move costs a conversation its KV cache. For the
+same reason what follows a response goes where that went.
 """
 
 import math
@@ -123,11 +124,12 @@ class ModelRoutes:
         self._default = _optional_name(table, "default")
         self._fallback = _optional_name(table, "fallback")
         self._check_targets()
-        self._split_names = self._names_that_lead_to_a_split()
+        self._meanings = self._find_meanings()
         if self._default is None and len(served) == 1:
             (self._default,) = served
         self.price_table: Mapping[str, Any] = _table(table, "price")
         """The prices as they came: what they mean is not for routes to say."""
+        self._check_prices()
 
     @classmethod
     def from_file(cls, path: Path, served: Collection[str]) -> "ModelRoutes":
@@ -153,12 +155,16 @@ class ModelRoutes:
         """All names but those that only the fallback answers to; served models come first."""
         return [*self._configs, *self._aliases, *self._splits]
 
-    def resolve(self, name: str | None, sticky: str | None) -> ModelConfig:
+    def resolve(
+        self, name: str | None, sticky: str | None, parent: str | None = None
+    ) -> ModelConfig:
         """Return what ``name`` means.
 
         Args:
             name: as the client says it; None is the default.
             sticky: what is the same in all requests of a conversation; None draws at random.
+            parent: the configuration of the response that is followed, if one is. Where ``name``
+                may mean it, it does.
 
         Raises:
             ProtocolError: nobody knows ``name``, or there is none and no default.
@@ -168,12 +174,19 @@ class ModelRoutes:
             raise errors.missing_required_parameter("model")
         if (found := self._known(requested)) is None:
             raise errors.model_not_found(requested)
-        return replace(self._configs[self._config_name(found, sticky)], requested=requested)
+        if parent is None or parent not in self._meanings[found]:
+            return replace(self._configs[self._config_name(found, sticky)], requested=requested)
+        return replace(self._configs[parent], requested=requested)
+
+    def meanings(self, name: str | None) -> Collection[str]:
+        """Return the configurations that ``name`` may mean: none if nobody knows it."""
+        asked = self._default if name is None else name
+        found = None if asked is None else self._known(asked)
+        return () if found is None else self._meanings[found]
 
     def is_split(self, name: str | None) -> bool:
         """Tell whether what ``name`` means depends on the conversation."""
-        asked = self._default if name is None else name
-        return asked is not None and self._known(asked) in self._split_names
+        return len(self.meanings(name)) > 1
 
     def _knows(self, name: str) -> bool:
         return name in self._configs or name in self._aliases or name in self._splits
@@ -205,19 +218,28 @@ class ModelRoutes:
             for name in split.weights:
                 yield _path("split", split.name, name), name
 
-    def _names_that_lead_to_a_split(self) -> Collection[str]:
-        """Return them.
+    def _check_prices(self) -> None:
+        """Refuse a price that no run would ever have."""
+        for name in self.price_table:
+            if name not in self._configs:
+                raise ModelRoutesError(
+                    f"{_path('price', name)}: expected the name of a served model or of one in the "
+                    f"table 'model', got {name!r}"
+                )
+
+    def _find_meanings(self) -> Mapping[str, Collection[str]]:
+        """Return for each name the configurations that it may mean.
 
         Raises:
             ModelRoutesError: some names lead to each other.
         """
         graph: dict[str, Collection[str]] = {alias: [to] for alias, to in self._aliases.items()}
         graph |= {name: split.weights for name, split in self._splits.items()}
-        found = set(self._splits)
+        found = {name: frozenset([name]) for name in self._configs}
         try:
             for name in TopologicalSorter(graph).static_order():  # targets come first
-                if not found.isdisjoint(graph.get(name, ())):
-                    found.add(name)
+                if name in graph:
+                    found[name] = frozenset().union(*(found[target] for target in graph[name]))
         except CycleError as error:
             circle = " → ".join(repr(name) for name in reversed(error.args[1]))
             table = "alias" if error.args[1][-1] in self._aliases else "split"
@@ -234,22 +256,36 @@ class ResolvedModels:
     Args:
         routes: finds what is not kept.
         max_kept: how much is kept; what was not asked for longest makes room.
+        sticky: of the conversations that bring nothing of the kind; None draws each time.
     """
 
-    def __init__(self, routes: ModelRoutes, max_kept: int = 1024) -> None:
+    def __init__(
+        self, routes: ModelRoutes, max_kept: int = 1024, *, sticky: str | None = None
+    ) -> None:
         self._routes = routes
         self._max_kept = max_kept
+        self._sticky = sticky
         self._kept: OrderedDict[tuple[str | None, str | None], ModelConfig] = OrderedDict()
         self.num_hits = 0
         self.num_misses = 0
 
-    def resolve(self, name: str | None, sticky: str | None) -> ModelConfig:
+    def is_split(self, name: str | None) -> bool:
+        """Tell whether what ``name`` means depends on the conversation."""
+        return self._routes.is_split(name)
+
+    def resolve(
+        self, name: str | None, sticky: str | None, parent: str | None = None
+    ) -> ModelConfig:
         """Return what ``name`` means in the conversation ``sticky``, as ``ModelRoutes`` does.
 
         Raises:
             ProtocolError: nobody knows ``name``, or there is none and no default.
         """
         is_split = self._routes.is_split(name)
+        if is_split and parent in self._routes.meanings(name):
+            self.num_hits += 1
+            return self._routes.resolve(name, None, parent)
+        sticky = sticky or self._sticky
         key = name, sticky if is_split else None
         if found := self._kept.get(key):
             self._kept.move_to_end(key)

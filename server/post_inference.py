@@ -77,12 +77,16 @@ class Account:
             seconds=ended_at - segment.requested_at,
         )
 
-    def close(self, runs: Sequence[Run]) -> None:
-        """Account for ``runs``, which are over, unless that was done."""
+    def close(self, runs: Sequence[Run], status: str) -> None:
+        """Account for ``runs``, which are over, unless that was done.
+
+        Args:
+            runs: none where nothing was to be sampled.
+            status: of the response that they are.
+        """
         if self._is_closed:
             return
         self._is_closed = True
-        status = runs[-1].state.value
         for segment in (segment for run in runs for segment in run.segments):
             is_entered = any(segment is entered for entered in self._entered)
             if segment.started_at is not None and not is_entered:

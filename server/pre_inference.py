@@ -87,6 +87,11 @@ class Prepared:
     refusal: ProtocolError | None = None
     """Set where it may not be answered: it fails before anything is sampled."""
 
+    @property
+    def is_to_be_sampled(self) -> bool:
+        """Whether there is a run to begin with."""
+        return self.run is not None or self.compacting is not None
+
 
 class PreInference:
     """Classifies, renders and encodes what was read (``reading``), and opens its run."""

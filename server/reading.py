@@ -26,29 +26,58 @@ from server.work import Stage, Work
 Request = TypeVar("Request", CreateParams, CompactParams, AppendParams)
 
 
-def read_create(body: JsonObject, memory: Memory, work: Work, transport: Transport) -> CreateParams:
+async def model_of_parent(body: JsonObject, memory: Memory, work: Work) -> str | None:
+    """Return the model of the response that ``body`` follows, as far as it is known here, and of
+    use: where the name of a model means one thing only, it means that."""
+    name, parent_id = body.get("model"), body.get("previous_response_id")
+    if not isinstance(name, str | None) or not isinstance(parent_id, str):
+        return None
+    if not memory.models.is_split(name):
+        return None
+    with work.stage(Stage.RESOLVE, runs=0, items=0):
+        return await memory.model_of(parent_id)
+
+
+def read_create(
+    body: JsonObject,
+    memory: Memory,
+    work: Work,
+    transport: Transport,
+    parent_model: str | None = None,
+) -> CreateParams:
     """Return what ``body`` asks for, of the model that it means.
+
+    Args:
+        body: as it came.
+        memory: what the names of models were found to mean.
+        work: takes note of what is done.
+        transport: how it came.
+        parent_model: see ``model_of_parent``.
 
     Raises:
         ProtocolError: it is no create, or there is no such model.
     """
     parse = partial(parse_create, transport=transport)
-    return _read(parse, _resolved(body, memory, work), work)
+    return _read(parse, _resolved(body, memory, work, parent_model), work)
 
 
-def read_input_tokens(body: JsonObject, memory: Memory, work: Work) -> CreateParams:
+def read_input_tokens(
+    body: JsonObject, memory: Memory, work: Work, parent_model: str | None = None
+) -> CreateParams:
     """Return what ``body`` wants to have counted; raises as ``read_create`` does."""
-    return _read(parse_input_tokens, _resolved(body, memory, work), work)
+    return _read(parse_input_tokens, _resolved(body, memory, work, parent_model), work)
 
 
-def read_compact(body: JsonObject, memory: Memory, work: Work) -> CompactParams:
+def read_compact(
+    body: JsonObject, memory: Memory, work: Work, parent_model: str | None = None
+) -> CompactParams:
     """Return what ``body`` wants to have compacted; raises as ``read_create`` does.
 
     Its model has to be named (Open Responses, compact): there may be no parent that has one.
     """
     if body.get("model") is None:
         raise errors.missing_required_parameter("model")
-    resolved = _resolved(body, memory, work)
+    resolved = _resolved(body, memory, work, parent_model)
     # What it leaves out is the parent's, and no default.
     return _read(parse_compact, body | {"model": resolved.get("model")}, work)
 
@@ -81,7 +110,7 @@ def _read(parse: Callable[[JsonObject], Request], body: JsonObject, work: Work) 
     return params
 
 
-def _resolved(body: JsonObject, memory: Memory, work: Work) -> JsonObject:
+def _resolved(body: JsonObject, memory: Memory, work: Work, parent_model: str | None) -> JsonObject:
     """Return ``body`` with the model that its own is a name of. What is known already of a
     connection's names, or of a key's, is not resolved again."""
     name = body.get("model")
@@ -89,7 +118,7 @@ def _resolved(body: JsonObject, memory: Memory, work: Work) -> JsonObject:
         return body  # which the parser refuses
     models = memory.models
     num_misses, began_at = models.num_misses, time.perf_counter()
-    config = models.resolve(name, _sticky(body))
+    config = models.resolve(name, _sticky(body), parent_model)
     num_resolved = models.num_misses - num_misses
     work.add(Stage.RESOLVE, time.perf_counter() - began_at, runs=num_resolved, items=num_resolved)
     work.requested_model = config.requested

@@ -18,7 +18,7 @@ from protocol.codec import encode
 from protocol.dialect import Dialect
 from protocol.errors import ProtocolError
 from protocol.output_items import OutputCall, OutputItem, as_input
-from protocol.response import ResponseResource, Usage, build_response
+from protocol.response import IncompleteReason, ResponseResource, Usage, build_response
 from protocol.response_stream import ResponseStream, StreamState
 from protocol.sealed import seal
 from protocol.server_events import ServerEvent
@@ -38,7 +38,7 @@ from sampler.outputs import (
 )
 from sampler.prompt import Prompt
 from sampler.recorded_turn import RecordedTurn, TurnItem, calls_in
-from sampler.run import Run, RunEvent, StopReason
+from sampler.run import Run, RunEvent, Segment, StopReason
 from sampler.snapshot import Snapshot
 from sampler.suspension import Suspension
 from server.compaction import Compacting
@@ -195,7 +195,9 @@ class Responder:
                                 await self._put_at_the_end()
                         yield event
             finally:
-                self._finish()
+                # Nobody was told more, but that the server has stopped what is in the background.
+                has_failed = self._failure or self.prepared.params.background
+                self._finish("failed" if has_failed else "cancelled")
 
     def _track(self) -> None:
         """From now on a server that is to end waits for this response."""
@@ -234,10 +236,9 @@ class Responder:
                 for event in self._end_filtered():
                     yield event
             elif not self.stream.is_finished and self._dialect is Dialect.INJECT:
-                for event in self._end_abandoned():
+                for event in self._end_cancelled():
                     yield event
         except (EngineError, ClassificationError) as error:
-            self._finish()
             self._fall_back()
             code = error.code if isinstance(error, EngineError) else "server_error"
             for event in [*self._start(), *self._fail(code, str(error))]:
@@ -288,7 +289,6 @@ class Responder:
         on from there. The item is told of when it is there: it may come to nothing."""
         compacted = await self._services.compactor.compact(compacting, self.prompt)
         if compacting.is_cancelled:
-            self._finish()
             return self._end_cancelled()
         try:
             run = self._services.pre_inference.open_run(
@@ -307,13 +307,33 @@ class Responder:
     def _warm_up(self) -> list[ServerEvent]:
         """Return the events of a response that samples nothing (WebSocket events reference,
         ``generate: false``)."""
-        snapshot = self._services.engine.new_snapshot(self.prompt)
+        engine, memory = self._services.engine, self._memory
+        # It is a connection that fills it, in between its responses; of a request nothing is left.
+        snapshot = engine.new_snapshot(self.prompt) if memory.names_are_local else None
+        segment = self._segment_to_fill(snapshot)
+        if snapshot is not None:
+            self._account.end_segment(segment, is_resumed=False)
+            self._account.close([], "completed")
         events = [
             *self.stream.start(),
-            *self.stream.complete(Usage.of(self.prompt.num_tokens, 0), None, int(time.time())),
+            *self.stream.complete(usage_of([segment]), None, int(time.time())),
         ]
         self._rest(snapshot=snapshot, is_warm_up=True)
         return events
+
+    def _segment_to_fill(self, snapshot: Snapshot | None) -> Segment:
+        """Return what there is to be filled of ``snapshot``. What past responses hold of it is had
+        from them."""
+        held: list[int] = []
+        if snapshot is not None:
+            others = self._memory.sources.snapshots
+            held = [other.num_shared(snapshot.token_ids) for other in others]
+        return Segment(
+            input_tokens=self.prompt.num_tokens,
+            cached_tokens=max(held, default=0),
+            requested_at=self.prepared.work.received_at,
+            ended_at=time.monotonic(),
+        )
 
     def _speak(self, run: Run, output: Output) -> list[ServerEvent]:
         stream = self.stream
@@ -346,8 +366,6 @@ class Responder:
     def _end(self, run: Run, ended: SegmentEnded) -> list[ServerEvent]:
         with self._account.delaying(ended.segment):
             self._account.end_segment(ended.segment, is_resumed=len(run.segments) > 1)
-            if ended.suspension is None:
-                self._finish()
         events = self._closing_events(ended)
         self._keep(run, ended)
         return events
@@ -358,43 +376,49 @@ class Responder:
             return stream.pause()
         if ended.reason is StopReason.CANCELLED:
             return self._end_cancelled()
-        usage, report = self._usage(), self._report()
         if ended.suspension is not None:
-            return stream.suspend(usage, report)
+            return stream.suspend(self._usage(), self._report())
         events = [] if stream.has_items else stream.empty_message()
         match ended.reason:
             case StopReason.END_OF_TURN | StopReason.TOOL_CALLS:
-                return [*events, *stream.complete(usage, report, int(time.time()))]
+                return [*events, *self._complete()]
             case StopReason.MAX_OUTPUT_TOKENS | StopReason.CONTEXT_LENGTH:
                 # The wire has one word for both limits.
-                return [*events, *stream.incomplete("max_output_tokens", usage, report)]
+                return [*events, *self._end_incomplete("max_output_tokens")]
             case StopReason.CONTENT_FILTER:
-                return [*events, *stream.incomplete("content_filter", usage, report)]
+                return [*events, *self._end_incomplete("content_filter")]
             case StopReason.STEERED:
-                return [*events, *stream.incomplete("steered", usage, report)]
+                return [*events, *self._end_incomplete("steered")]
             case _:
                 assert_never(ended.reason)
+
+    # The end is in the books before it is told: what is told includes that work.
+
+    def _complete(self) -> list[ServerEvent]:
+        self._finish("completed")
+        return self.stream.complete(self._usage(), self._report(), int(time.time()))
+
+    def _end_incomplete(self, reason: IncompleteReason) -> list[ServerEvent]:
+        self._finish("incomplete")
+        return self.stream.incomplete(reason, self._usage(), self._report())
 
     def _end_cancelled(self) -> list[ServerEvent]:
         if self._failure is not None:
             return self._fail(self._failure.code or "server_error", self._failure.message)
+        self._finish("cancelled")
         return self.stream.cancel(self._usage(), self._report())
 
     def _end_filtered(self) -> list[ServerEvent]:
         """What was written of the item in question stays open to the client, and goes nowhere: who
         follows the response goes on from what was said before its last turn."""
-        self._finish()
         self._rest(prompt=self.prompt)
-        return self.stream.incomplete("content_filter", self._usage(), self._report())
+        return self._end_incomplete("content_filter")
 
     def _refuse(self, refusal: ProtocolError) -> list[ServerEvent]:
         return self.stream.fail(refusal.code or "server_error", refusal.message)
 
-    def _end_abandoned(self) -> list[ServerEvent]:
-        self._finish()
-        return self._end_cancelled()
-
     def _fail(self, code: str, message: str) -> list[ServerEvent]:
+        self._finish("failed")
         return self.stream.fail(code, message, self._usage(), self._report())
 
     def _drained(self) -> None:
@@ -467,36 +491,38 @@ class Responder:
     async def _put_at_the_end(self) -> None:
         """Store the response, which is over. Only who will have to look for it waits for that."""
         assert self._store is not None
-        with self.prepared.work.stage(Stage.STORE):
-            if self.prepared.params.background:
-                await self._put()  # if it fails, nobody would ever see the response
-            else:
-                await self._store.put_soon(self._stored())
+        if self.prepared.params.background:
+            await self._put()  # if it fails, nobody would ever see the response
+        else:
+            await self._store.put_soon(self._stored())
 
     async def _put(self) -> None:
         assert self._store is not None
         await self._store.put(self._stored())
 
     def _stored(self) -> StoredResponse:
-        return StoredResponse(
-            id=self.id,
-            key=self._memory.key_id,
-            model=self._services.engine.name,
-            created_at=self.response.created_at,
-            response=encode(self.response),
-            input_items=list(self._input_items),
-            # What may not be said here is nothing to go on from.
-            conversation=pack(() if self.prepared.refusal else self.prompt.conversation.items),
-            events=self._stored_events,
-            item_ids=tuple(item.id for item in self.response.output),
-        )
+        with self.prepared.work.stage(Stage.STORE):  # the store times the rest itself
+            return StoredResponse(
+                id=self.id,
+                key=self._memory.key_id,
+                model=self._services.engine.name,
+                created_at=self.response.created_at,
+                response=encode(self.response),
+                input_items=list(self._input_items),
+                # What may not be said here is nothing to go on from.
+                conversation=pack(() if self.prepared.refusal else self.prompt.conversation.items),
+                events=self._stored_events,
+                item_ids=tuple(item.id for item in self.response.output),
+            )
 
-    def _finish(self) -> None:
+    def _finish(self, status: str) -> None:
+        """Account for the response, which is over, unless that was done."""
         if not self._runs:
             return
         if not self._runs[-1].is_finished:
             self._runs[-1].apply(RunEvent.CANCEL)  # its turn never came
-        self._account.close(self._runs)
+        with self._account.delaying(self._runs[-1].segments[-1]):
+            self._account.close(self._runs, status)
 
     def _new_stream(self) -> ResponseStream:
         params = self.prepared.params

@@ -26,6 +26,7 @@ from protocol.response import ResponseError
 from protocol.validation import JsonObject
 from sampler.worker_thread import WorkerThread
 from server.sqlite_file import FileFormat, SqliteFileError, open_sqlite, unusable
+from server.work import Stage, Tallies
 
 logger = logging.getLogger(__name__)
 
@@ -154,14 +155,20 @@ class ResponseStore:
         path: of the file. It and its folder are made for the eyes of this user alone.
         ttl_seconds: for how long a response can be had after it was put, the last time.
         clock: gives unix seconds.
+        stages: where the time that the thread takes to write is added.
 
     Raises:
         StoreError: the file is damaged, foreign, from a later version of this program, or in use.
     """
 
     def __init__(
-        self, path: Path, ttl_seconds: float, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        ttl_seconds: float,
+        clock: Callable[[], float] = time.time,
+        stages: Tallies | None = None,
     ) -> None:
+        self._stages = stages or Tallies()
         self._ttl_seconds = ttl_seconds
         self._clock = clock
         self._purged_at = float("-inf")
@@ -218,6 +225,10 @@ class ResponseStore:
     # --- What follows is done on the thread --------------------------------------------------
 
     def _put(self, stored: StoredResponse) -> None:
+        with self._stages.timed(Stage.STORE):
+            self._write(stored)
+
+    def _write(self, stored: StoredResponse) -> None:
         row = (
             *(stored.id, stored.key, stored.model, stored.created_at, stored.response),
             msgspec.json.encode(stored.input_items),

@@ -1,15 +1,18 @@
 """Safety classification: what a request brings and what a model answers, judged by a classifier.
 
 Which classifier that is, the operator chooses; the one that comes along is in ``embedded_safety``
-and is imported only when it is asked for. It is called on a thread of its own, so the event loop
+and is imported only when it is asked for. It is called on threads of its own, so the event loop
 does not wait for it. Nothing passes because a classifier failed: that is an error of the server.
+
+There are two of it, each with its thread: one reads what comes in, the other what a model says.
+What comes in may be as long as a context, and responses that are being sampled do not wait for it.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from protocol.items import (
     AdditionalTools,
@@ -66,7 +69,7 @@ PASSED = Verdict()
 
 
 class Classifier(Protocol):
-    """Judges texts. It is called on one thread, by one caller at a time."""
+    """Judges texts. Each instance is called on one thread, by one caller at a time."""
 
     name: str
     """By which reports call it."""
@@ -94,32 +97,36 @@ class Findings:
 
 
 class Safety:
-    """Classifies off the event loop, on a thread of its own.
+    """Classifies off the event loop: input on one thread, and output on another.
 
     Without a classifier it does no work, and everything passes.
+
+    Args:
+        load: makes a classifier, one for each thread; None where there is to be none.
     """
 
-    def __init__(self, classifier: Classifier | None) -> None:
-        self._classifier = classifier
-        self._thread = WorkerThread("safety")  # begins with the first work
+    def __init__(self, load: Callable[[], Classifier | None]) -> None:
+        self._input = _Reader(load(), "safety-input")
+        self._output = _Reader(load(), "safety-output")
 
     @property
     def is_on(self) -> bool:
         """Whether there is a classifier."""
-        return self._classifier is not None
+        return self._output.classifier is not None
 
     @property
     def name(self) -> str:
         """What reports call the classifier."""
-        return "off" if self._classifier is None else self._classifier.name
+        return "off" if self._output.classifier is None else self._output.classifier.name
 
     async def warm_up(self) -> None:
-        """Classify an empty text, so that no request waits for what is loaded on first use.
+        """Classify empty texts, so that no request waits for what is loaded on first use.
 
         Raises:
             ClassificationError: the classifier failed.
         """
-        await self.classify_output("")
+        await self._input.read([(Direction.INPUT, "")])
+        await self._output.read([(Direction.OUTPUT, "")])
 
     async def classify_input(self, items: Sequence[InputItem]) -> Findings:
         """Classify all items that have text; those without are passed over.
@@ -127,15 +134,12 @@ class Safety:
         Raises:
             ClassificationError: the classifier failed.
         """
-        if self._classifier is None:
+        if not self.is_on:
             return Findings()
         read = [
             (i, direction_of(item), text) for i, item in enumerate(items) if (text := text_of(item))
         ]
-        if not read:
-            return Findings()
-        texts = [(direction, text) for _, direction, text in read]
-        verdicts = await self._thread.run(_classify_each, self._classifier, texts)
+        verdicts = await self._input.read([(direction, text) for _, direction, text in read])
         return Findings(tuple((i, v) for (i, _, _), v in zip(read, verdicts, strict=True)))
 
     async def classify_output(self, text: str) -> Verdict:
@@ -144,13 +148,33 @@ class Safety:
         Raises:
             ClassificationError: the classifier failed.
         """
-        if self._classifier is None:
-            return PASSED
-        [verdict] = await self._thread.run(_classify, self._classifier, [text], Direction.OUTPUT)
+        [verdict] = await self._output.read([(Direction.OUTPUT, text)])
         return verdict
 
     def close(self) -> None:
-        """Wait for the classification in progress, and end the thread."""
+        """Wait for the classifications in progress, and end the threads."""
+        self._input.close()
+        self._output.close()
+
+
+class _Reader:
+    """A classifier, and the one thread that calls it. Without a classifier everything passes."""
+
+    def __init__(self, classifier: Classifier | None, thread_name: str) -> None:
+        self.classifier = classifier
+        self._thread = WorkerThread(thread_name)  # begins with the first work
+
+    async def read(self, texts: Sequence[tuple[Direction, str]]) -> Sequence[Verdict]:
+        """Return the verdicts in the order of ``texts``.
+
+        Raises:
+            ClassificationError: the classifier failed.
+        """
+        if self.classifier is None or not texts:
+            return [PASSED] * len(texts)
+        return await self._thread.run(_classify_each, self.classifier, texts)
+
+    def close(self) -> None:
         self._thread.close()
 
 
@@ -179,7 +203,7 @@ def direction_of(item: InputItem) -> Direction:
             return Direction.CONTEXT
 
 
-# --- What follows is done on the thread ----------------------------------------------------------
+# --- What follows is done on a thread ------------------------------------------------------------
 
 
 def _classify_each(classifier: Classifier, texts: Sequence[tuple[Direction, str]]) -> list[Verdict]:
@@ -223,26 +247,38 @@ def load_classifier(spec: str) -> Classifier | None:
     Raises:
         SafetyError: there is no such classifier, or it cannot be made.
     """
-    if spec == "off":
+    if (make := find_classifier(spec)) is None:
         return None
-    return _make(_EMBEDDED if spec == "embedded" else spec)
-
-
-def _make(spec: str) -> Classifier:
-    module, _, name = spec.partition(":")
-    if not module or not name:
-        raise SafetyError(f"expected 'off', 'embedded' or 'module:Class', got {spec!r}")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise SafetyError(f"cannot import the classifier {spec}: {error}") from error
-    if not callable(make):
-        raise SafetyError(f"expected {spec} to be a class, got {type(make).__name__}")
     try:
         classifier = make()
     except Exception as error:
         raise SafetyError(f"cannot make the classifier {spec}: {error}") from error
     return _checked(classifier, spec)
+
+
+def find_classifier(spec: str) -> Callable[[], Any] | None:
+    """Return what makes the classifier that ``spec`` names; see ``load_classifier``.
+
+    Raises:
+        SafetyError: there is no such classifier.
+    """
+    if spec == "off":
+        return None
+    module, _, name = (_EMBEDDED if spec == "embedded" else spec).partition(":")
+    if not module or not name:
+        raise SafetyError(f"expected 'off', 'embedded' or 'module:Class', got {spec!r}")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise SafetyError(
+            f"cannot import the classifier {spec}: {error} (set PYTHONPATH to its directory: the "
+            "current one is not looked in)"
+        ) from error
+    except Exception as error:
+        raise SafetyError(f"cannot import the classifier {spec}: {error}") from error
+    if not callable(make):
+        raise SafetyError(f"expected {spec} to be a class, got {type(make).__name__}")
+    return cast(Callable[[], Any], make)
 
 
 def _checked(classifier: Any, spec: str) -> Classifier:

@@ -1,19 +1,21 @@
 """What every connection and request of one server shares."""
 
 import asyncio
+import secrets
 import time
 from collections import OrderedDict
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sampler.engine import Engine
 from sampler.local_engine import LocalEngine
 from sampler.replay import Replays
-from sampler.traces import read_traces
 from server.background import BackgroundRuns
 from server.compaction import Compactor
 from server.draining import Draining
+from server.early_checks import replay_traces
 from server.ledger import Ledger
 from server.loop_lag import LoopLag
 from server.memory import Memory
@@ -44,7 +46,7 @@ class Services:
         self.settings = settings
         self.telemetry = Telemetry(engine)
         self.routes = _routes(settings, engine)
-        self.safety = Safety(load_classifier(settings.safety))
+        self.safety = Safety(partial(load_classifier, settings.safety))
         self.compactor = Compactor(engine, self.telemetry)
         self.pre_inference = PreInference(
             engine,
@@ -68,12 +70,16 @@ class Services:
         self._tidying: asyncio.TimerHandle | None = None  # begun with the first recent response
 
     def _open_store(self, resources: ExitStack) -> ResponseStore:
-        store = ResponseStore(self._folder(resources) / STORE_FILE, self.settings.store_ttl_seconds)
+        store = ResponseStore(
+            self._folder(resources) / STORE_FILE,
+            self.settings.store_ttl_seconds,
+            stages=self.telemetry.stages,
+        )
         resources.callback(store.close)
         return store
 
     def _open_ledger(self, resources: ExitStack) -> Ledger:
-        ledger = Ledger(self._folder(resources), _prices(self.routes))
+        ledger = Ledger(self._folder(resources), _prices(self.routes), stages=self.telemetry.stages)
         resources.callback(ledger.close)
         return ledger
 
@@ -111,7 +117,9 @@ class Services:
 
     def connection_memory(self, key_id: str) -> Memory:
         """Return the memory of a new connection."""
-        return Memory(key_id, self.store, self.engine.name, ResolvedModels(self.routes))
+        # What a client says on it goes one way, where it does not tell its conversations apart.
+        models = ResolvedModels(self.routes, sticky=secrets.token_hex(16))
+        return Memory(key_id, self.store, self.engine.name, models)
 
     def forgetful_memory(self, key_id: str) -> Memory:
         """Return the memory of a request that is to have none."""
@@ -180,7 +188,7 @@ def _prices(routes: ModelRoutes) -> Prices:
 
 
 def _replays(settings: Settings, engine: Engine) -> Replays | None:
-    traces = [trace for path in settings.replay_files for trace in read_traces(path)]
+    traces = replay_traces(settings)
     if not traces:
         return None
     if not isinstance(engine, LocalEngine):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import platformdirs
+
 _MIB = 1024 * 1024
 _DAY_SECONDS = 24 * 60 * 60
 
@@ -15,6 +17,11 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+|null|\*")
 
 # A name, or an address of version 4 or 6.
 _HOST = re.compile(r"[^\s:/\[\]]+|\[?[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*\]?")
+
+
+def default_data_dir() -> Path:
+    """Return where responses and the ledger are kept, by the system's custom."""
+    return platformdirs.user_data_path("suspended-sampling")
 
 
 class SettingsError(ValueError):

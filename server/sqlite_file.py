@@ -7,6 +7,9 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
+IN_USE = "it is in use; each server needs a --data-dir of its own, or --no-store"
+"""Why a file or a folder cannot be used that another process uses."""
+
 
 class SqliteFileError(Exception):
     """The file cannot be used; the message says which, and why."""
@@ -86,7 +89,7 @@ def unusable(path: Path, error: sqlite3.Error) -> SqliteFileError:
     """Return the error that says, of one of SQLite's, what is wrong with the file."""
     match error.sqlite_errorcode & 0xFF:  # without what makes it an extended one
         case sqlite3.SQLITE_BUSY:
-            why = "it is in use"
+            why = IN_USE
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
             why = f"it is damaged ({error})"
         case _:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from threading import Lock
 
 from protocol.validation import JsonObject
 from sampler.counters import TextWork
@@ -52,10 +53,25 @@ class Tally:
 
 
 class Tallies:
-    """What was done in each stage."""
+    """What was done in each stage. Any thread may add to it."""
 
     def __init__(self) -> None:
         self._by_stage = {stage: Tally() for stage in Stage}
+        self._lock = Lock()
+
+    def add(self, stage: Stage, runs: int, items: int, seconds: float) -> None:
+        """Add what was done in a stage."""
+        with self._lock:
+            self._by_stage[stage].add(runs, items, seconds)
+
+    @contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Add how long a stage goes on behind the back of those whom it was counted for."""
+        began_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, 0, 0, time.perf_counter() - began_at)
 
     def __getitem__(self, stage: Stage) -> Tally:
         return self._by_stage[stage]
@@ -93,8 +109,8 @@ class Work:
 
     def add(self, stage: Stage, seconds: float, *, runs: int = 1, items: int = 1) -> None:
         """Note that a stage was gone through ``runs`` times, with ``items`` in all."""
-        self.tallies[stage].add(runs, items, seconds)
-        self._totals[stage].add(runs, items, seconds)
+        self.tallies.add(stage, runs, items, seconds)
+        self._totals.add(stage, runs, items, seconds)
 
     @contextmanager
     def stage(self, stage: Stage, *, runs: int = 1, items: int = 1) -> Iterator[Tally]:
@@ -122,7 +138,7 @@ class Work:
     def absorb(self, other: "Work") -> None:
         """Take over what was done for ``other``, which goes on as a part of this."""
         for stage, tally in other.tallies:
-            self.tallies[stage].add(tally.runs, tally.items, tally.seconds)
+            self.tallies.add(stage, tally.runs, tally.items, tally.seconds)
 
     # --- Time -------------------------------------------------------------------------------------
 

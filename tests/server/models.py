@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sampler.chat_template import ChatMLFormat
+from sampler.executor import Executor
+from sampler.job import Job
 from sampler.kv_cache import GenericCache
 from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
@@ -100,11 +102,19 @@ class Held:
     def __init__(self) -> None:
         self.reached = asyncio.Event()
         """Set once a step waits."""
+        self.asked_to_stop = asyncio.Event()
+        """Set once somebody wants no more steps for a run or a warm-up."""
         self._released = threading.Event()
 
     def release(self) -> None:
         """Let this step and all later ones go on."""
         self._released.set()
+
+    async def release_once_stopped(self) -> None:
+        """Do so when the news that a client is gone has come through: the model may be faster."""
+        async with asyncio.timeout(20):
+            await self.asked_to_stop.wait()
+        self.release()
 
     def wait(self) -> None:
         """Model thread: wait for the release."""
@@ -122,7 +132,14 @@ def held_at(step: int, engine: LocalEngine) -> Iterator[Held]:
             loop.call_soon_threadsafe(held.reached.set)
             held.wait()
 
-    with _before_each_step(engine, hold):
+    stop = Executor.stop
+
+    async def watched(executor: Executor, job: Job, num_tokens: int | None = None) -> None:
+        held.asked_to_stop.set()
+        await stop(executor, job, num_tokens)
+
+    with _before_each_step(engine, hold), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "stop", watched)
         try:
             yield held
         finally:

@@ -52,7 +52,7 @@ async def test_leaving_while_a_token_is_sampled_frees_the_run(leave: Leave) -> N
             await client.send("response.create", **BODY)
             await model.reached.wait()
             await leave(client)
-            model.release()
+            await model.release_once_stopped()
         await check_others_go_on(server)
 
 
@@ -64,7 +64,7 @@ async def test_leaving_while_a_resumed_run_is_prefilled_frees_it(leave: Leave) -
             await client.send("response.append", input=[output(call)])
             await model.reached.wait()
             await leave(client)
-            model.release()
+            await model.release_once_stopped()
         await check_others_go_on(server)
 
 
@@ -78,10 +78,10 @@ async def test_leaving_during_a_prefill_of_many_chunks_ends_it_at_the_chunk_in_f
             await client.send("response.create", input="a" * 1000)
             await model.reached.wait()
             await leave(client)
-            model.release()
+            await model.release_once_stopped()
             await server.until_free()
 
-        assert engine.counters.forward_passes in (3, 4)  # the news may come a chunk later
+        assert engine.counters.forward_passes == 3
         async with server.connect() as other:
             last = await other.create(max_output_tokens=2, tools=[], seed=1)
         assert last[-1]["type"] == "response.incomplete"
@@ -95,12 +95,12 @@ async def test_leaving_with_creates_in_the_queue_forgets_them() -> None:
                     await client.send("response.create", **BODY)
                 await model.reached.wait()
                 client.abort()
-                model.release()
+                await model.release_once_stopped()
             await server.until_free()
             await until(lambda: server.num_requests == 0)
             metrics = await server.metrics()
 
-        assert metrics["suspend_tokens_sampled_total"] < 10
+        assert metrics["suspend_tokens_sampled_total"] <= 2
 
 
 async def test_leaving_before_the_append_is_answered_frees_the_run() -> None:

@@ -251,7 +251,7 @@ async def leave_during_sampling(server: Running, body: Event, step: int) -> None
         writer.write(head.encode() + content)
         await model.reached.wait()
         writer.transport.abort()
-        model.release()
+        await model.release_once_stopped()
     await server.until_free()
     await until(lambda: server.num_requests == 0)
 
@@ -264,7 +264,7 @@ async def test_a_client_that_leaves_takes_its_run_with_it(
         await leave_during_sampling(server, BODY | {"stream": stream}, 5)
         metrics = await server.metrics()
 
-        assert metrics["suspend_tokens_sampled_total"] < 20
+        assert metrics["suspend_tokens_sampled_total"] <= 5
         assert metrics["suspend_post_inference_total"] == 1
         assert caplog.records == []
 

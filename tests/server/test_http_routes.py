@@ -4,6 +4,7 @@ import pytest
 
 from tests.server.models import OSLO
 from tests.server.running import BODY, serving, suspended
+from tests.server.sockets import Door, knock
 
 REFUSED = [
     ("GET", "/v1/responses", 426, "upgrade_required"),
@@ -40,6 +41,17 @@ async def test_a_refused_method_is_told_which_are_allowed() -> None:
         answer = await http.delete("/v1/responses")
 
         assert set(answer.headers["allow"].split(", ")) >= {"POST"}
+
+
+@pytest.mark.parametrize("door", Door)
+async def test_a_path_with_nothing_at_it_is_told_and_the_right_one(door: Door) -> None:
+    async with serving("Sun.") as server:
+        answer = await knock(server.port, door, "/v1/response")
+
+    message = answer.json["error"]["message"]
+    assert answer.status == 404
+    assert "'/v1/response'" in message
+    assert "/v1/responses " in message
 
 
 async def test_a_missing_upgrade_is_told_to_which_protocol() -> None:

@@ -1,5 +1,7 @@
 """What names of models mean to each client of the server."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from server.ledger import Total, read_totals
+from server.response_store import ResponseStore, StoredResponse
 from server.settings import Settings
 from tests.server.http_client import cached_tokens, post, post_refused, post_streamed
 from tests.server.models import OSLO, context_text, held_at
@@ -257,12 +260,23 @@ async def test_a_conversation_goes_the_same_way_however_it_is_asked_for(
             assert response["model"] == events[-1]["response"]["model"] == model
 
 
-async def test_conversations_without_a_key_go_either_way(tmp_path: Path) -> None:
-    async with naming(tmp_path, "Sun.") as server, server.connect() as client:
+async def test_connections_without_a_key_go_either_way_each_with_all_it_says(
+    tmp_path: Path,
+) -> None:
+    async with naming(tmp_path, "Sun.") as server:
         models = set[str]()
         while models != {"careful", "tiny"}:
-            events = await client.create(model="assistant")
-            models.add(events[-1]["response"]["model"])
+            async with server.connect() as client:
+                told = [(await client.create())[-1]["response"]["model"] for _ in range(3)]
+            assert len(set(told)) == 1
+            models |= {*told}
+
+
+async def test_requests_without_a_key_go_either_way(tmp_path: Path) -> None:
+    async with naming(tmp_path, "Sun.") as server:
+        models = set[str]()
+        while models != {"careful", "tiny"}:
+            models.add((await post(server, model="assistant"))["model"])
 
 
 # --- Going on ------------------------------------------------------------------------------------
@@ -290,6 +304,114 @@ async def test_a_continuation_may_use_the_name_that_the_response_said(tmp_path: 
 
         check_is_careful(last)
         assert text_in(last) == "Sun."
+
+
+@pytest.mark.parametrize("recent_responses", [0, 4])
+async def test_what_follows_a_response_by_a_name_that_is_split_is_of_the_same_model(
+    recent_responses: int, tmp_path: Path
+) -> None:
+    async with naming(tmp_path, "Rain.", "Sun.", recent_responses=recent_responses) as server:
+        for model in ("careful", "tiny"):
+            first = await post(server, model="assistant", prompt_cache_key=key_of(model))
+            for _ in range(8):
+                last = await post(server, model="assistant", previous_response_id=first["id"])
+
+                assert last["model"] == model
+
+
+@pytest.mark.parametrize("model", ["careful", "tiny"])
+async def test_what_follows_a_response_that_is_still_in_progress_is_of_the_same_model(
+    model: str, tmp_path: Path
+) -> None:
+    async with naming(tmp_path, "Rain.", "Sun.") as server:
+        for _ in range(6):
+            async with server.connect() as client:
+                keyed: Event = {"model": "assistant", "prompt_cache_key": key_of(model)}
+                await client.send("response.create", **(BODY | keyed))
+                parent = (await client.receive())["response"]
+                with held_at(1, server.engine) as held:
+                    asked: Event = {"model": "assistant", "previous_response_id": parent["id"]}
+                    await client.send("response.create", **(BODY | asked))
+                    await client.until_taken()
+                    held.release()
+                    await client.segment()
+                last = (await client.segment())[-1]["response"]
+
+            assert last["model"] == model
+
+
+async def test_a_split_name_does_not_have_other_lanes_wait_for_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+
+    async def get_later(store: ResponseStore, key: str, response_id: str) -> StoredResponse | None:
+        await asyncio.to_thread(free.wait, 20)
+        return await get(store, key, response_id)
+
+    async with naming(tmp_path, "Sun.") as server:
+        first = await post(server, model="tiny")
+        get = ResponseStore.get
+        monkeypatch.setattr(ResponseStore, "get", get_later)
+        async with server.connect() as client:
+            asked: Event = {"model": "assistant", "previous_response_id": first["id"]}
+            await client.send("response.create", **(BODY | asked), stream_id="waits")
+            other = await client.create(model="tiny", store=False, stream_id="goes_on")
+            free.set()
+            last = await client.segment()
+
+        assert other[-1]["stream_id"] == "goes_on"
+        assert last[-1]["stream_id"] == "waits"
+
+
+async def test_a_connection_follows_what_another_has_stored_by_the_same_model(
+    tmp_path: Path,
+) -> None:
+    async with naming(tmp_path, "Rain.", "Sun.") as server:
+        for model in ("careful", "tiny"):
+            first = await post(server, model="assistant", prompt_cache_key=key_of(model))
+            for _ in range(6):
+                async with server.connect() as client:
+                    events = await client.create(previous_response_id=first["id"])
+
+                assert events[-1]["response"]["model"] == model
+
+
+async def test_what_follows_a_response_can_be_of_another_model_that_it_names(
+    tmp_path: Path,
+) -> None:
+    async with naming(tmp_path, "Rain.", "Sun.") as server:
+        first = await post(server, model="careful")
+        last = await post(server, model="tiny", previous_response_id=first["id"])
+
+        assert last["model"] == "tiny"
+
+
+async def test_tokens_are_counted_for_the_model_that_is_followed(tmp_path: Path) -> None:
+    async with naming(tmp_path, "Rain.", "Sun.") as server, server.http() as http:
+        first = await post(server, model="assistant", prompt_cache_key=key_of("careful"))
+        asked = {"previous_response_id": first["id"], "input": "Really?"}
+        counts = []
+        for model in ["careful", *["assistant"] * 8]:
+            answer = await http.post("/v1/responses/input_tokens", json=asked | {"model": model})
+            counts.append(answer.json()["input_tokens"])
+
+        assert len(set(counts)) == 1
+
+
+async def test_what_is_compacted_is_in_the_books_of_the_model_that_is_followed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "data"
+    async with naming(tmp_path, "Rain.", "Sun.", data_dir=folder) as server, server.http() as http:
+        first = await post(server, model="assistant", prompt_cache_key=key_of("careful"))
+        asked = {"previous_response_id": first["id"], "model": "assistant"}
+        for _ in range(8):
+            answer = await http.post("/v1/responses/compact", json=asked)
+            assert answer.status_code == 200
+
+    (total,) = read_totals(folder)
+    assert (total.model, total.num_runs) == ("careful", 9)
 
 
 @pytest.mark.parametrize("dialect", ["append", "inject"])

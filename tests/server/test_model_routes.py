@@ -286,6 +286,41 @@ def test_without_a_key_each_request_is_drawn_for_itself() -> None:
     assert min(went["small"], went["large"]) > 100
 
 
+def test_what_follows_a_response_goes_where_that_went_whatever_its_key(routes: ModelRoutes) -> None:
+    for parent in ("small", "cautious"):
+        for key in (None, *map(str, range(20))):
+            config = routes.resolve("gpt-5-codex", key, parent)
+
+            assert (config.name, config.requested) == (parent, "gpt-5-codex")
+            assert config.defaults == routes.resolve(parent, None).defaults
+
+
+def test_a_name_that_cannot_mean_what_went_before_means_what_it_says(routes: ModelRoutes) -> None:
+    assert routes.resolve("tiny", None, "cautious").name == "small"
+    assert routes.resolve("cautious", None, "small").name == "cautious"
+    for parent in ("large", "gone", "gpt-5-codex"):
+        assert routes.resolve("assistant", "key", parent) == routes.resolve("assistant", "key")
+
+
+def test_the_meanings_of_a_name_are_all_that_its_ways_lead_to(routes: ModelRoutes) -> None:
+    table = {
+        "fallback": "outer",
+        "alias": {"a": "outer", "b": "inner"},
+        "split": {"outer": {"b": 1, "large": 1}, "inner": {"small": 2}},
+    }
+    nested = ModelRoutes(SERVED, table)
+
+    for name in ("outer", "a", "nobody"):
+        assert nested.meanings(name) == {"small", "large"}
+        assert nested.is_split(name)
+    for name in ("inner", "b"):
+        assert nested.meanings(name) == {"small"}
+        assert not nested.is_split(name)
+    assert routes.meanings(None) == {"small", "cautious"}
+    assert ModelRoutes(SERVED).meanings("nobody") == ()
+    assert ModelRoutes(SERVED).meanings(None) == ()
+
+
 # --- What was resolved ---------------------------------------------------------------------------
 
 
@@ -324,6 +359,28 @@ def test_a_random_draw_is_not_kept(routes: ModelRoutes) -> None:
 
     assert names == {"small", "cautious"}
     assert (resolved.num_hits, resolved.num_misses) == (0, 400)
+
+
+def test_without_a_key_there_may_be_one_to_stand_in(routes: ModelRoutes) -> None:
+    went = set()
+    for connection in map(str, range(100)):
+        resolved = ResolvedModels(routes, sticky=connection)
+        names = {resolved.resolve(name, None).name for name in [None, "codex"] * 3}
+        went |= names
+
+        assert len(names) == 1
+        assert (resolved.num_hits, resolved.num_misses) == (4, 2)
+        assert resolved.resolve(None, "key") == routes.resolve(None, "key")
+    assert went == {"small", "cautious"}
+
+
+def test_what_follows_a_response_need_not_be_resolved(routes: ModelRoutes) -> None:
+    resolved = ResolvedModels(routes)
+
+    names = [resolved.resolve("codex", key, "cautious").name for key in (None, "a", "b")]
+
+    assert names == ["cautious"] * 3
+    assert (resolved.num_hits, resolved.num_misses) == (3, 0)
 
 
 def test_what_was_not_asked_for_longest_makes_room(routes: ModelRoutes) -> None:
@@ -447,6 +504,13 @@ def test_a_name_that_is_not_found_is_refused_each_time() -> None:
             "alias.x = 'small'\nmodel.x.of = 'small'",
             "alias.x: expected a name of its own, got that of model.x",
         ),
+        (
+            "price.smal.input = 1",
+            "price.smal: expected the name of a served model or of one in the table 'model', "
+            "got 'smal'",
+        ),
+        ("alias.a = 'small'\nprice.a.input = 1", "price.a: expected the name of a served model"),
+        ("split.s.small = 1\nprice.s.input = 1", "price.s: expected the name of a served model"),
         ("alias.x = 'small'\nalias.x = 'large'\n", "cannot overwrite a value (at line 2,"),
         ("\nalias = = 1", "invalid value (at line 2, column 9)"),
         pytest.param(

@@ -262,3 +262,25 @@ async def test_what_is_stored_late_is_the_response_as_it_was_told(
     assert found is not None
     assert found.response == encode(last["response"])
     assert found.events == [encode(event) for event in told]
+
+
+@pytest.mark.parametrize("stage", ["ledger", "store"])
+async def test_what_is_written_after_the_client_was_told_is_time_of_the_server_alone(
+    stage: str, held_store: HeldClock, settings: Settings, tmp_path: Path
+) -> None:
+    name = f"suspend_stage_seconds_total{{{stage}}}"
+    runs = f"suspend_stage_runs_total{{{stage}}}"
+    async with (
+        serving("Sun.", settings=settings) as server,
+        server.connect("append") as client,
+    ):
+        with locked(tmp_path):
+            await client.create()
+            before = await server.metrics()
+        held_store.release()
+
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while (after := await server.metrics())[name] <= before[name]:
+                pass
+
+    assert after[runs] == before[runs] == 1

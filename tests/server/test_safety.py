@@ -39,6 +39,7 @@ from server.safety import (
     load_classifier,
     text_of,
 )
+from tests.server.running import DEADLINE_SECONDS
 
 HISTORY: list[InputItem] = [
     Message("system", "Answer in one word."),
@@ -132,7 +133,7 @@ def word() -> WordClassifier:
 
 @pytest.fixture
 def safety(word: WordClassifier) -> Iterator[Safety]:
-    with closing(Safety(word)) as safety:
+    with closing(Safety(lambda: word)) as safety:
         yield safety
 
 
@@ -215,14 +216,60 @@ async def test_what_the_model_says_is_classified_as_output(
     assert word.calls == [(["forbidden"], Direction.OUTPUT)]
 
 
-async def test_all_is_classified_on_one_thread_that_is_not_the_event_loops(
-    safety: Safety, word: WordClassifier
-) -> None:
-    await asyncio.gather(*(safety.classify_output(str(i)) for i in range(5)))
-    await safety.classify_input(HISTORY)
+async def test_each_way_has_a_classifier_and_a_thread_that_is_not_the_event_loops() -> None:
+    made: list[WordClassifier] = []
 
-    assert len(set(word.thread_names)) == 1
-    assert threading.current_thread().name not in word.thread_names
+    def make() -> WordClassifier:
+        made.append(WordClassifier())
+        return made[-1]
+
+    with closing(Safety(make)) as safety:
+        await asyncio.gather(*(safety.classify_output(str(i)) for i in range(5)))
+        await asyncio.gather(*(safety.classify_input(HISTORY) for _ in range(5)))
+
+    directions = [{direction for _, direction in classifier.calls} for classifier in made]
+    threads = [set(classifier.thread_names) for classifier in made]
+    assert directions == [set(Direction) - {Direction.OUTPUT}, {Direction.OUTPUT}]
+    assert list(map(len, threads)) == [1, 1]
+    assert threads[0].isdisjoint(threads[1])
+    assert threading.current_thread().name not in threads[0] | threads[1]
+
+
+async def test_what_the_model_says_does_not_wait_for_what_comes_in() -> None:
+    released = threading.Event()
+
+    class SlowReader(WordClassifier):
+        def classify(self, texts: Sequence[str], direction: Direction) -> Sequence[Verdict]:
+            if direction is not Direction.OUTPUT:
+                assert released.wait(DEADLINE_SECONDS), "nobody released the classifier"
+            return super().classify(texts, direction)
+
+    with closing(Safety(SlowReader)) as safety:
+        reading = asyncio.ensure_future(safety.classify_input(HISTORY))
+        verdict = await safety.classify_output("forbidden")
+        was_released = released.is_set()
+        released.set()
+        findings = await reading
+
+    assert not was_released
+    assert verdict.blocks
+    assert findings.num_items == len(HISTORY)
+
+
+async def test_both_are_warmed_up() -> None:
+    made: list[WordClassifier] = []
+
+    def make() -> WordClassifier:
+        made.append(WordClassifier())
+        return made[-1]
+
+    with closing(Safety(make)) as safety:
+        await safety.warm_up()
+
+    assert [classifier.calls for classifier in made] == [
+        [([""], Direction.INPUT)],
+        [([""], Direction.OUTPUT)],
+    ]
 
 
 async def test_a_request_without_text_does_not_bother_the_classifier(
@@ -233,7 +280,7 @@ async def test_a_request_without_text_does_not_bother_the_classifier(
 
 
 async def test_without_a_classifier_everything_passes() -> None:
-    with closing(Safety(None)) as safety:
+    with closing(Safety(lambda: None)) as safety:
         await safety.warm_up()
         findings = await safety.classify_input([Message("user", "forbidden")])
         verdict = await safety.classify_output("forbidden")
@@ -253,7 +300,7 @@ async def test_without_a_classifier_everything_passes() -> None:
     ids=lambda classifier: classifier.name,
 )
 async def test_nothing_passes_where_the_classifier_fails(classifier: Classifier) -> None:
-    with closing(Safety(classifier)) as safety:
+    with closing(Safety(lambda: classifier)) as safety:
         with pytest.raises(ClassificationError, match=classifier.name) as output_error:
             await safety.classify_output("a confidential text")
         with pytest.raises(ClassificationError) as input_error:
@@ -270,7 +317,7 @@ async def test_the_thread_outlives_a_failure() -> None:
                 raise ValueError
             return super().classify(texts, direction)
 
-    with closing(Safety(OnceRaising())) as safety:
+    with closing(Safety(OnceRaising)) as safety:
         with pytest.raises(ClassificationError, match="ValueError"):
             await safety.classify_output("broken")
 
@@ -587,7 +634,7 @@ async def test_the_embedded_classifier_judges_a_request_and_its_answer(
         Message("user", "You stupid idiot."),
     ]
 
-    with closing(Safety(embedded)) as safety:
+    with closing(Safety(lambda: embedded)) as safety:
         await safety.warm_up()
         findings = await safety.classify_input(items)
         verdict = await safety.classify_output("The log says nothing of interest.")

@@ -122,6 +122,11 @@ async def guarded(
         yield server
 
 
+def statuses_in(folder: Path) -> list[str]:
+    """Return the status of each run that is in the books."""
+    return [status for status, _, _ in rows_in(folder)]
+
+
 def rows_in(folder: Path) -> list[tuple[str, int, int]]:
     """Return the status, the segments and the sampled tokens of each run that is in the books."""
     with closing(sqlite3.connect(folder / LEDGER_FILE)) as database:
@@ -482,9 +487,8 @@ async def test_a_response_ends_where_it_says_what_is_forbidden(
         check_filtered(events, whole)
         assert "response.done" not in types(events)
         assert len(steps_of(server.engine)) == num_steps
-    ((_, num_segments, num_sampled),) = rows_in(tmp_path)
-    assert num_segments == 1
-    assert num_sampled == events[-1]["response"]["usage"]["output_tokens"]
+    told = events[-1]["response"]
+    assert rows_in(tmp_path) == [(told["status"], 1, told["usage"]["output_tokens"])]
 
 
 @pytest.mark.parametrize("name", BLOCKED_TURNS)
@@ -498,8 +502,9 @@ async def test_over_http_it_ends_in_the_same_way(name: str, tmp_path: Path) -> N
         assert response["status"] == "incomplete"
         assert response["incomplete_details"] == {"reason": "content_filter"}
         assert [item["status"] for item in response["output"]][-1] == "incomplete"
-    assert [row[1:] for row in rows_in(tmp_path)] == [
-        (1, told["usage"]["output_tokens"]) for told in (response, events[-1]["response"])
+    assert rows_in(tmp_path) == [
+        ("incomplete", 1, told["usage"]["output_tokens"])
+        for told in (response, events[-1]["response"])
     ]
 
 
@@ -528,6 +533,7 @@ async def test_a_later_turn_is_filtered_as_the_first(dialect: str, tmp_path: Pat
             await until(lambda: not server.engine.runs)
         await server.until_free()
     rows = rows_in(tmp_path)
+    assert rows[-1][0] == "incomplete"
     assert sum(row[1] for row in rows) == 2
     told = [event["response"]["usage"]["output_tokens"] for event in closings]
     assert sum(row[2] for row in rows) == sum(told)
@@ -684,10 +690,12 @@ async def test_output_that_nobody_can_judge_fails_its_response_and_no_other(
         assert failed[-1]["type"] == "response.failed"
         assert failed[-1]["response"]["error"]["code"] == "server_error"
         assert "broken" not in failed[-1]["response"]["error"]["message"]
+        assert failed[-1]["response"]["status"] == "failed"
         assert done_items(failed)[-1]["status"] == "incomplete"
         assert text_in(fine[-1]["response"]) == "Sun."
     sampled = [event["response"]["usage"]["output_tokens"] for event in (failed[-1], fine[-1])]
     assert sorted(row[2] for row in rows_in(tmp_path)) == sorted(sampled)
+    assert sorted(statuses_in(tmp_path)) == ["completed", "failed"]
 
 
 # --- A classifier that takes its time ------------------------------------------------------------
@@ -746,6 +754,29 @@ async def test_a_client_that_goes_away_while_a_verdict_is_awaited_leaves_nothing
                 client.abort()
             classifier.released.set()
             await server.until_free()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_answer_does_not_wait_for_what_another_client_said(dialect: str) -> None:
+    async with guarded(f"Sun.{OSLO}", classifier=HELD) as server:
+        with held_classifier() as classifier:
+            async with server.connect(dialect) as client, server.connect(dialect) as other:
+                with held_at(2, server.engine) as model:
+                    await client.send("response.create", **BODY)
+                    await model.reached.wait()
+                    await other.send("response.create", **(BODY | {"input": "Rain."}))
+                    await until(classifier.reached.is_set)
+                    model.release()
+                    items = [
+                        (await client.up_to("response.output_item.done"))[-1]["item"]
+                        for _ in range(2)
+                    ]
+                was_released = classifier.released.is_set()
+                classifier.released.set()
+                await other.calls(1)
+
+                assert not was_released
+                assert [item["type"] for item in items] == ["message", "function_call"]
 
 
 # --- The classifier that comes along -------------------------------------------------------------

@@ -69,6 +69,18 @@ class HeldRun:
         return self.counts[f"suspend_stage_items_total{{{stage.value}}}"]
 
 
+MODELS = """
+default = "either"
+
+[split.either]
+tiny = 1
+other = 1
+
+[model.other]
+of = "tiny"
+"""
+
+
 async def held_run(design: Design, folder: Path) -> HeldRun:
     """Hold the run on a server of its own."""
     CountingClassifier.texts.clear()
@@ -142,6 +154,34 @@ def test_the_model_is_resolved_where_it_is_not_known_yet(
     design: Design, number: int, held: Mapping[Design, HeldRun]
 ) -> None:
     assert held[design].runs_of(Stage.RESOLVE) == held[design].items_of(Stage.RESOLVE) == number
+
+
+@pytest.mark.parametrize(
+    ("design", "members", "number"),
+    [
+        (Design.APPEND, {}, 1),
+        (Design.INJECT, {}, 1),
+        (Design.CHAINED, {}, 1),  # what follows a response is of its model
+        (Design.CACHED, {"prompt_cache_key": "a conversation"}, 1),
+        (Design.CACHED, {}, 4),  # nothing says that it is one conversation
+        (Design.STATELESS, {}, 4),
+    ],
+)
+async def test_a_split_is_decided_once_where_a_run_is_known_to_be_one(
+    design: Design, members: Event, number: int, tmp_path: Path
+) -> None:
+    (tmp_path / "models.toml").write_text(MODELS)
+    settings = Settings(models_file=tmp_path / "models.toml")
+
+    async with serving(*[OSLO] * 3, "Sun.", settings=settings) as server:
+        responses = await hold(server, design, **members)
+        counts = await server.metrics()
+
+    stage = Stage.RESOLVE.value
+    assert counts[f"suspend_stage_runs_total{{{stage}}}"] == number
+    assert counts[f"suspend_stage_items_total{{{stage}}}"] == number
+    if number == 1:
+        assert len({response["model"] for response in responses}) == 1
 
 
 @pytest.mark.parametrize(
@@ -277,7 +317,7 @@ def test_responses_tell_of_all_that_was_done_before_their_end(
     run = held[design]
     last = run.responses[-1:] if design in SUSPENDED else run.responses
 
-    for stage in set(Stage) - {Stage.STORE, Stage.AUTHENTICATE}:
+    for stage in set(Stage) - {Stage.STORE}:  # which comes when the end is told
         told = [response["suspend:run"]["stages"].get(stage.value, {}) for response in last]
         assert sum(tally.get("runs", 0) for tally in told) == run.runs_of(stage)
         assert sum(tally.get("items", 0) for tally in told) == run.items_of(stage)
@@ -332,9 +372,31 @@ async def test_a_connection_is_authenticated_once_and_otherwise_each_request(
     settings = Settings(api_key_file=tmp_path / "keys")
 
     async with serving(OSLO, "Sun.", settings=settings) as server, server.http() as http:
-        await hold(server, design, headers=headers)
+        responses = await hold(server, design, headers=headers)
         exposition = (await http.get("/metrics", headers=headers)).text
 
     # To ask for the metrics is no part of the work.
     sample = f'suspend_stage_runs_total{{stage="authenticate"}} {number:.1f}'
     assert sample in exposition.splitlines()
+    # Each response tells of it that it was done for, and none twice.
+    told = [response["suspend:run"]["stages"].get("authenticate") for response in responses]
+    if design in SUSPENDED:
+        told = told[-1:]  # each segment tells of all so far
+    assert [tally["runs"] for tally in told if tally] == [1] * number
+    assert told[0] is not None
+    assert told[0]["seconds"] > 0
+
+
+async def test_a_warm_up_leaves_it_to_another_to_tell_of_the_handshake(tmp_path: Path) -> None:
+    key = add_api_key(tmp_path / "keys", "ada")
+    settings = Settings(api_key_file=tmp_path / "keys", recent_responses=0)
+    headers = [("Authorization", f"Bearer {key}")]
+
+    async with (
+        serving("Sun.", settings=settings) as server,
+        server.connect("append", headers=headers) as client,
+    ):
+        await client.create(generate=False)
+        stages = [(await client.create())[-1]["response"]["suspend:run"]["stages"] for _ in "12"]
+
+    assert [told.get("authenticate", {}).get("runs") for told in stages] == [1, None]

@@ -4,13 +4,27 @@ Every client checks the whole of each stream by the grammar when it leaves; what
 is how it ended.
 """
 
+import asyncio
 import json
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from server.background import BackgroundRuns
+from server.ledger import LEDGER_FILE
+from server.settings import Settings
 from tests.server.http_client import cached_tokens, context_length
-from tests.server.models import OSLO, context_of, failing_at, scripted_engine, spelled_out
+from tests.server.models import (
+    OSLO,
+    context_of,
+    failing_at,
+    held_at,
+    scripted_engine,
+    spelled_out,
+)
 from tests.server.running import BODY, TERMINAL, Client, Event, calls_in, output, serving, text_in
 from tests.tiny_model import call_text, tiny_engine
 
@@ -128,6 +142,67 @@ async def test_a_step_may_fail_anywhere(
 
         assert failed["error"]["code"] == "server_error"
         assert ends(client) == [["response.failed"], ["response.completed"]]
+
+
+# --- In the books --------------------------------------------------------------------------------
+
+
+def books_in(folder: Path) -> list[tuple[str, str]]:
+    """Return the id and the status of each run that has a row, in the order of their ends."""
+    with closing(sqlite3.connect(folder / LEDGER_FILE)) as database:
+        return database.execute("SELECT run_id, status FROM runs ORDER BY rowid").fetchall()
+
+
+async def test_the_books_have_each_response_with_the_status_that_was_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(data_dir=tmp_path, recent_responses=0, suspend_ttl_seconds=0.05)
+    async with serving(OSLO, settings=settings) as server, server.connect("inject") as client:
+        cut = await client.create(max_output_tokens=1)
+        expired = await client.create()
+        with failing_at(1, server.engine):
+            failed = await client.create()
+        completed = await client.create(tool_choice="none")
+
+        told = [events[-1]["response"] for events in (cut, expired, failed, completed)]
+        statuses = [response["status"] for response in told]
+        assert statuses == ["incomplete", "failed", "failed", "completed"]
+        assert told[1]["error"]["code"] == "suspension_expired"
+    assert books_in(tmp_path) == [(response["id"], response["status"]) for response in told]
+
+
+async def test_the_books_have_what_its_client_left_as_cancelled(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, recent_responses=0)
+    async with serving("Sun.", settings=settings) as server:
+        with held_at(2, server.engine) as model:
+            async with server.connect() as client:
+                await client.send("response.create", **BODY)
+                await model.reached.wait()
+                client.abort()
+            await model.release_once_stopped()
+        await server.until_free()
+
+    assert [status for _, status in books_in(tmp_path)] == ["cancelled"]
+
+
+async def test_the_books_have_what_the_server_has_stopped_in_the_background_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (background,) = opened = [BackgroundRuns()]
+    monkeypatch.setattr("server.services.BackgroundRuns", opened.pop)
+    settings = Settings(data_dir=tmp_path, recent_responses=0)
+    async with serving("Sun.", settings=settings) as server, server.http() as http:
+        with held_at(2, server.engine) as model:
+            asked = await http.post("/v1/responses", json=BODY | {"background": True})
+            await model.reached.wait()
+            live = background.get("", asked.json()["id"])
+            closing_down = asyncio.create_task(background.close())
+            await model.release_once_stopped()
+            await closing_down
+
+    assert live is not None
+    assert live.response.status == "failed"
+    assert [status for _, status in books_in(tmp_path)] == ["failed"]
 
 
 # --- A model that says anything ------------------------------------------------------------------

@@ -1,13 +1,19 @@
 """Warm-ups: responses that sample nothing, so that what follows them need not be prefilled."""
 
+import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sampler.local_engine import LocalEngine
+from server.ledger import LEDGER_FILE, Ledger
+from server.settings import Settings
 from tests.sampler.templates import BYTES_HF, QWEN, STRICT, Template
-from tests.server.http_client import cached_tokens, context_length
+from tests.server.http_client import cached_tokens, context_length, post
 from tests.server.models import (
     OSLO,
     context_text,
@@ -27,6 +33,7 @@ from tests.server.running import (
     text_in,
     until,
 )
+from tests.server.test_overlap import locked
 
 QUESTION: Event = {"role": "user", "content": BODY["input"]}
 LONG = {"instructions": "Be brief. " * 40}
@@ -247,6 +254,115 @@ async def test_another_connection_does_not_know_it() -> None:
         assert error["error"]["code"] == "previous_response_not_found"
 
 
+# --- What it costs -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path, recent_responses=0)
+
+
+def rows_in(folder: Path) -> list[tuple[str, str, int, int, int, int]]:
+    """Return what the books have: of each response its id, status, segments, and its tokens: input,
+    cached input, output."""
+    columns = "run_id, status, num_segments, input_tokens, cached_tokens, output_tokens"
+    with closing(sqlite3.connect(folder / LEDGER_FILE)) as database:
+        return database.execute(f"SELECT {columns} FROM runs ORDER BY rowid").fetchall()
+
+
+def row_of(response: Event, status: str = "completed") -> tuple[str, str, int, int, int, int]:
+    """Return what the books should have of ``response``, which is what the client was told."""
+    usage = response["usage"]
+    cached = usage["input_tokens_details"]["cached_tokens"]
+    return response["id"], status, 1, usage["input_tokens"], cached, usage["output_tokens"]
+
+
+async def test_it_is_in_the_books_once_with_the_usage_that_was_told(
+    kept: Settings, tmp_path: Path
+) -> None:
+    async with serving("Sun.", settings=kept) as server, server.connect() as client:
+        parent = await warmed_up(client, **LONG)
+        await until_filled(server.engine, parent["usage"]["input_tokens"])
+        responses = [await followed(client, parent, QUESTION, **LONG) for _ in range(2)]
+
+    assert parent["usage"]["input_tokens_details"]["cached_tokens"] == 0
+    assert rows_in(tmp_path) == [row_of(response) for response in (parent, *responses)]
+
+
+async def test_what_it_has_from_the_response_that_it_follows_is_cached(
+    kept: Settings, tmp_path: Path
+) -> None:
+    async with serving("Rain.", "Sun.", settings=kept) as server, server.connect() as client:
+        first = (await client.create(store=False))[-1]["response"]
+        parent = await followed(client, first, QUESTION, generate=False)
+
+    assert cached_tokens(parent) == context_length(first)
+    assert rows_in(tmp_path) == [row_of(first), row_of(parent)]
+
+
+async def test_where_nothing_is_filled_it_costs_nothing(
+    kept: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scripted_engine("Sun.")
+    monkeypatch.setattr(engine, "new_snapshot", lambda prompt: None)
+    async with serving(engine=engine, settings=kept) as server, server.connect() as client:
+        parent = await warmed_up(client)
+        response = await followed(client, parent, QUESTION)
+
+    assert rows_in(tmp_path) == [row_of(response)]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"generate": False}, {"prompt_cache_options": {"prewarm": True}}]
+)
+async def test_over_http_nothing_is_filled_and_it_costs_nothing(
+    asked: Event, kept: Settings, tmp_path: Path
+) -> None:
+    async with serving("Sun.", settings=replace(kept, recent_responses=4)) as server:
+        response = await post(server, **asked)
+
+        assert response["status"] == "completed"
+        assert server.engine.counters.tokens_forwarded == 0
+    assert rows_in(tmp_path) == []
+
+
+async def test_one_that_is_refused_costs_nothing(kept: Settings, tmp_path: Path) -> None:
+    engine = scripted_engine("Sun.", max_context=500)
+    async with serving(engine=engine, settings=kept) as server, server.connect() as client:
+        await client.send("response.create", generate=False, input="x" * 1000)
+        await client.error()
+
+    assert rows_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("act", ["segment", "finish"])
+async def test_wherever_the_process_is_killed_it_counts_once(
+    act: str, kept: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "left"
+    entered = getattr(Ledger, act)
+
+    def dying(ledger: Ledger, *args: Any) -> None:
+        entered(ledger, *args)
+        shutil.copytree(folder, left)  # what there is when it dies right after
+
+    folder = tmp_path / "data"
+    monkeypatch.setattr(Ledger, act, dying)
+    async with (
+        serving("Sun.", settings=replace(kept, data_dir=folder)) as server,
+        server.connect() as client,
+    ):
+        with locked(folder):  # so that its files are whole when they are copied
+            parent = await warmed_up(client)
+    monkeypatch.undo()
+    for _ in range(2):
+        Ledger(left, {}).close()
+
+    status = "interrupted" if act == "segment" else "completed"
+    assert rows_in(left) == [row_of(parent, status)]
+    assert rows_in(folder) == [row_of(parent)]
+
+
 # --- What it spares ------------------------------------------------------------------------------
 
 
@@ -350,7 +466,7 @@ async def test_nothing_is_left_of_a_warm_up_whose_connection_is_gone() -> None:
             await warmed_up(client, instructions="x" * 3000)
             await model.reached.wait()
             client.abort()
-            model.release()
+            await model.release_once_stopped()
             await server.until_free()
 
-        assert server.engine.counters.tokens_forwarded < 3000
+        assert server.engine.counters.forward_passes == 2

@@ -1,6 +1,7 @@
 """How the work around inference is counted and timed, and how late the event loop is."""
 
 import asyncio
+import threading
 import time
 from contextlib import closing
 
@@ -114,6 +115,38 @@ def test_work_that_becomes_a_part_of_another_is_not_counted_twice(totals: Tallie
     assert run.tallies[Stage.PARSE] == totals[Stage.PARSE] == Tally(2, 3, 1.5)
     assert run.tallies[Stage.ENCODE] == totals[Stage.ENCODE] == Tally(1, 1, 0.25)
     assert append.tallies[Stage.PARSE] == Tally(1, 2, 0.5)
+
+
+def test_what_goes_on_behind_the_back_of_requests_is_only_timed(totals: Tallies) -> None:
+    began_at = time.perf_counter()
+    with pytest.raises(ValueError, match="no"), totals.timed(Stage.STORE):
+        raise ValueError("no")
+    most = time.perf_counter() - began_at
+
+    tally = totals[Stage.STORE]
+    assert (tally.runs, tally.items) == (0, 0)
+    assert 0 < tally.seconds <= most
+
+
+class Interrupted(float):
+    """Seconds that are added slowly: another thread may come in between."""
+
+    meanwhile: threading.Thread
+
+    def __radd__(self, seconds: float) -> float:
+        self.meanwhile.start()
+        self.meanwhile.join(0.02)  # it has to wait, or else it has come and gone
+        return seconds + float(self)
+
+
+def test_what_two_threads_do_is_counted_to_the_last(totals: Tallies) -> None:
+    seconds = Interrupted(0.5)
+    seconds.meanwhile = threading.Thread(target=totals.add, args=(Stage.STORE, 1, 2, 0.25))
+
+    totals.add(Stage.STORE, 1, 1, seconds)
+    seconds.meanwhile.join()
+
+    assert totals[Stage.STORE] == Tally(2, 3, 0.75)
 
 
 # --- Time ----------------------------------------------------------------------------------------
