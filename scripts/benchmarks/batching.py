@@ -113,12 +113,12 @@ class _Batch:
 
 async def _measure_engine(bench: Bench) -> Rows:
     """Return what runs sample together, from opening them to their last output."""
-    num_tokens = bench.pick(96, 48)
+    num_tokens = bench.pick(96, 64)
     loaded = bench.loaded_model(bench.auto_dtype, 2 * _RUNS * (CONTEXT_TOKENS + num_tokens + 64))
     prompts = passage.windows(bench.model_directory, _RUNS, CONTEXT_TOKENS, overlap=True)
     rows: dict[str, dict[str, list[float]]] = {}
     with closing(_engine(loaded)) as engine:
-        rounds = bench.repeats(5, 2)
+        rounds = bench.repeats(5, 1)
         for round_number in range(-1, rounds):
             for name, number in ((_runs(1), 1), (_runs(_RUNS), _RUNS), (again(_runs(1)), 1)):
                 if round_number < 0 and number > 1:

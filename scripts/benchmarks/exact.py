@@ -30,7 +30,7 @@ _NUM_PROMPTS = 6
 
 def run(bench: Bench) -> Section:
     """Measure the section."""
-    window_tokens, num_greedy = bench.pick((256, 256), (96, 96))
+    window_tokens, num_greedy = bench.pick((256, 256), (64, 64))
     rates = _rates(bench)
     fast, exact = rates
     return Section(
@@ -86,7 +86,7 @@ def _rates(bench: Bench) -> Rows:
         measurements[name, f"prefill of {_CONTEXT_TOKENS}"] = decoder.prefill_rate
     first = next(iter(names))
     measurements[first, again("1 sequence")] = measurements[first, "1 sequence"]
-    samples = alternate(measurements, bench.repeats(7, 2), settle=bench.settle, warm_ups=1)
+    samples = alternate(measurements, bench.repeats(7, 1), settle=bench.settle, warm_ups=1)
     rows: Rows = {name: {} for name in names}
     for (name, column), values in samples.items():
         rows[name][column] = figure(values, "tokens/s")

@@ -59,8 +59,7 @@ def floors_command(rate: float, kv_tokens: int) -> list[str]:
         kv_tokens: of how many there is room for the keys and values.
     """
     options = ["--rate", str(rate), "--kv-tokens", str(kv_tokens)]
-    # The module is found because whoever measures was started where it is, as a module too.
-    return [sys.executable, "-m", __name__, *options]
+    return [sys.executable, "-P", __file__, *options]
 
 
 def kv_bytes(num_tokens: int) -> int:

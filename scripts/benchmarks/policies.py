@@ -63,7 +63,7 @@ _DECODE_RATE, _PREFILL_RATE = 100.0, 1000.0
 def run(bench: Bench) -> Section:
     """Measure the section."""
     prompt_tokens, num_calls = bench.pick((600, 3), (600, 1))
-    speed_up = bench.pick(2.0, 8.0)  # so that it is over sooner; tools too
+    speed_up = bench.pick(2.0, 16.0)  # so that it is over sooner; tools too
     workload = Workload.drawn(num_calls, scale=1 / speed_up)
     tokens_per_run = prompt_tokens + (num_calls + 2) * _CALL_TOKENS
     loaded = simulated_model(

@@ -48,7 +48,7 @@ _REST_SECONDS = 0.0002
 
 def run(bench: Bench) -> Section:
     """Measure the section."""
-    tokens = bench.pick(4000, 1000)
+    tokens = bench.pick(4000, 500)
     room = (max(_STREAMS) + 1) * (tokens + _AROUND_TOKENS)
     with (
         _simulating(0, room) as server,
@@ -57,11 +57,11 @@ def run(bench: Bench) -> Section:
         running(floors_command(_PACE, 10 * _CONTEXT)) as slow,
     ):
         _wait_for(server, floors, fast, slow)
-        cpu = _cpu_per_token(server, floors, tokens, bench.repeats(7, 3))
-        trips = _round_trips(fast, floors, bench.pick(100, 50), bench.repeats(5, 2))
+        cpu = _cpu_per_token(server, floors, tokens, bench.repeats(7, 2))
+        trips = _round_trips(fast, floors, bench.pick(100, 40), bench.repeats(5, 2))
         reached = _reached(fast, tokens, bench.repeats(3, 1))
-        paced = _paced(slow, bench.pick(400, 200), bench.repeats(3, 1))
-        resumes = _resumes(slow, bench.pick(100, 40), bench.repeats(3, 1))
+        paced = _paced(slow, bench.pick(400, 150), bench.repeats(3, 1))
+        resumes = _resumes(slow, bench.pick(100, 30), bench.repeats(3, 1))
     return Section(
         "server-cost",
         "what the server adds to tokens and to appends; the model is simulated",

@@ -22,10 +22,11 @@ Rows = dict[str, dict[str, Figure]]
 
 def run(bench: Bench) -> Section:
     """Measure the section."""
-    contexts = bench.pick((128, 1024, 4096), (128, 1024))
+    contexts = bench.pick((128, 1024, 4096), (1024,))
     prompts = bench.pick((512, 2048), (512,))
-    steps = bench.pick(16, 8)
-    ours = {dtype: OurRunner(bench.runner(dtype), f"ours {dtype}") for dtype in bench.dtypes}
+    steps = bench.pick(16, 6)
+    dtypes = bench.pick(bench.dtypes, (bench.auto_dtype,))
+    ours = {dtype: OurRunner(bench.runner(dtype), f"ours {dtype}") for dtype in dtypes}
     contenders = [*ours.values(), *_transformers(bench), *llama_cpp_contenders(bench)]
     noise = ours[bench.auto_dtype].name
     decode: Rows = {}

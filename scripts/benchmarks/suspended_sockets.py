@@ -111,13 +111,13 @@ class Sizes:
             "open files": raised_open_files() - _OTHER_FILES,
         }
         memory = _MEMORY_SHARE * psutil.virtual_memory().available / kv_bytes(_RUN_TOKENS)
-        num_swapped, fewer_swapped = fitting(bench.pick(1000, 50), rooms)
-        num_kept, fewer_kept = fitting(bench.pick(100, 20), {"memory": memory})
+        num_swapped, fewer_swapped = fitting(bench.pick(1000, 25), rooms)
+        num_kept, fewer_kept = fitting(bench.pick(100, 10), {"memory": memory})
         return Sizes(
             min(num_kept, num_swapped),
             num_swapped,
             max(2, num_swapped // 20),
-            bench.pick(10.0, 5.0),
+            bench.pick(10.0, 3.0),
             directory,
             [*fewer_swapped, *fewer_kept],
         )

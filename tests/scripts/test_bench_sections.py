@@ -84,13 +84,13 @@ def check(section: Section) -> None:
 
 
 @pytest.mark.slow
-def test_speed_compares_our_formats_with_transformers(bench: QuietBench) -> None:
+def test_speed_compares_our_runner_with_transformers(bench: QuietBench) -> None:
     section = speed.run(bench)
 
     check(section)
     decode, ratios, prefill, _ = section.grids
     assert set(decode.rows) == {
-        *(f"ours {dtype}" for dtype in ("float32", "bfloat16", "int8", "int4")),
+        f"ours {bench.auto_dtype}",
         *(
             f"transformers {how} {dtype}"
             for how in ("loop", "generate")
@@ -98,8 +98,8 @@ def test_speed_compares_our_formats_with_transformers(bench: QuietBench) -> None
         ),
         f"ours {bench.auto_dtype}, again",
     }
-    assert len(decode.rows["ours int4"]["at 128"].samples) == 2
-    assert "ours int4 / best transformers" in ratios.rows
+    assert len(decode.rows[f"ours {bench.auto_dtype}"]["at 1,024"].samples) == 2
+    assert f"ours {bench.auto_dtype} / best transformers" in ratios.rows
     assert f"A/A: ours {bench.auto_dtype}" in ratios.rows
     assert not any("generate" in name for name in prefill.rows)
     assert bench.num_settled
