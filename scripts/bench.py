@@ -16,6 +16,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+# scripts/bench starts Python with -P, and scripts/ is no installed package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 from scripts.benchmarks.bench import Bench
 from scripts.benchmarks.llama_cpp import find_python
 from scripts.benchmarks.machine import Neighbours, machine, versions

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,12 +26,14 @@ from scripts.demo_record import Run, sum_of, totals_of
 from scripts.demo_screen import Screen
 from scripts.demo_tools import BUNDLED_FOLDER, Toolbox, toolbox
 from scripts.local_server import (
+    API_KEY_VARIABLE,
     ServerError,
     connection,
     given_server,
     running_server,
     server_command,
 )
+from server.command_options import DeviceName, DtypeName
 
 INTERRUPTED = 130
 """Exit status, as shells give it after Ctrl-C."""
@@ -56,19 +58,26 @@ def main(
         typer.Option(help="A local path or Hugging Face id.", show_default="the embedded model"),
     ] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda", "mps"] | None,
+        DeviceName | None,
         typer.Option(help="Where the model runs.", show_default="auto"),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"] | None,
+        DtypeName | None,
         typer.Option(help="Of the weights.", show_default="auto"),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of the model.", show_default="torch's")
+        int | None,
+        typer.Option(
+            min=1, help="CPU threads of the model.", show_default="one per core, at most 8"
+        ),
     ] = None,
     url: Annotated[
         str | None,
         typer.Option(help="Use the server at this URL.", show_default="one is started and stopped"),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=API_KEY_VARIABLE, help="For the server at --url.", show_default="none"),
     ] = None,
     max_calls: Annotated[int, typer.Option(min=1, help="Tool calls for each question.")] = 8,
     temperature: Annotated[
@@ -97,7 +106,15 @@ def main(
     screen = Screen(Console(quiet=as_json))
     try:
         runs = asyncio.run(
-            run_demo(server, question or DEFAULT_QUESTIONS, toolbox(folder), screen, options)
+            run_demo(
+                server,
+                question or DEFAULT_QUESTIONS,
+                toolbox(folder),
+                screen,
+                options,
+                # A server that is started here knows no keys, and that of another is not its.
+                api_key=api_key if url else None,
+            )
         )
     except (KeyboardInterrupt, asyncio.CancelledError):
         screen.note("interrupted")
@@ -131,6 +148,8 @@ async def run_demo(
     tools: Toolbox,
     screen: Screen,
     options: AgentOptions,
+    *,
+    api_key: str | None = None,
 ) -> list[Run]:
     """Ask all questions over one connection, one after the other.
 
@@ -143,7 +162,7 @@ async def run_demo(
     """
     _cancel_on(signal.SIGTERM, signal.SIGHUP)
     screen.note("waiting for the server")
-    async with server as url, connection(url) as socket:
+    async with server as url, connection(url, api_key) as socket:
         screen.note(f"connected to {url}")
         agent = Agent(socket, tools, screen, options)
         return [await agent.ask(question) for question in questions]

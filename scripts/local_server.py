@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
@@ -13,6 +14,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 
 _READY = "listening on "
 _STOP_SECONDS = 10
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+"""Of the environment, where clients of the API look for their key."""
 
 
 class ServerError(RuntimeError):
@@ -75,30 +78,42 @@ async def given_server(url: str) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def connection(url: str) -> AsyncIterator[Connection]:
+async def connection(url: str, api_key: str | None = None) -> AsyncIterator[Connection]:
     """Give a WebSocket to the server at ``url`` that speaks the append dialect.
+
+    Args:
+        url: of the server.
+        api_key: by which it lets us in, if it wants one.
 
     Raises:
         ServerError: it cannot be opened, or it was closed while it was needed.
     """
-    async with await _open(url) as socket:
+    async with await _open(url, api_key) as socket:
         try:
             yield socket
         except ConnectionClosed as error:
             raise ServerError(f"the connection to {url} was lost: {error}") from error
 
 
-async def _open(url: str) -> ClientConnection:
+async def _open(url: str, api_key: str | None) -> ClientConnection:
     target = socket_url(url)
     # What runs on this machine is not behind a proxy, whatever the environment says.
     proxy: Literal[True] | None = None if urlsplit(target).hostname in _LOOPBACK else True
     try:
-        return await connect(target, proxy=proxy, max_size=None)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        return await connect(target, proxy=proxy, max_size=None, additional_headers=headers)
     except InvalidStatus as error:
-        status = error.response.status_code
-        raise ServerError(f"{url} answered {status}; is it a server of this project?") from error
+        raise ServerError(_refusal(url, error.response.status_code, api_key)) from error
     except (OSError, WebSocketException) as error:
         raise ServerError(f"cannot connect to {url}: {_reason(error)}") from error
+
+
+def _refusal(url: str, status: int, api_key: str | None) -> str:
+    if status != HTTPStatus.UNAUTHORIZED:
+        return f"{url} answered {status}; is it a server of this project?"
+    if api_key is None:
+        return f"{url} wants an API key: --api-key, or {API_KEY_VARIABLE} in the environment"
+    return f"{url} does not know the API key"
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -544,7 +544,8 @@ async def test_a_consumer_that_is_gone_for_long_does_not_keep_its_memory() -> No
 
         assert engine.counters.preemptions > 0
         assert slow.tokens.ids == alone[: len(slow.tokens)]
-        assert slow.tokens_reforwarded > 0
+        # Which way it went and came back, is a matter of what either was measured to take.
+        assert slow.tokens_reforwarded > 0 or engine.counters.swaps_in > 0
 
 
 # --- Prefixes ------------------------------------------------------------------------------------

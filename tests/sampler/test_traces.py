@@ -64,9 +64,9 @@ def error_in(path: Path) -> TraceError:
 def test_what_is_written_is_read_back(path: Path) -> None:
     other = msgspec.structs.replace(TRACE, name="other", input="Go on.", instructions=None)
 
-    write_traces(path, [TRACE, other])
+    write_traces(str(path), [TRACE, other])
 
-    assert read_traces(path) == [TRACE, other]
+    assert read_traces(str(path)) == [TRACE, other]
 
 
 def test_members_that_say_nothing_are_not_written(path: Path) -> None:

@@ -15,10 +15,13 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from scripts import demo
 from scripts.demo import as_document, main, server_options
 from scripts.demo_agent import Agent, AgentOptions
+from scripts.demo_record import Run
 from scripts.demo_screen import Screen
 from scripts.demo_tools import BUNDLED_FOLDER, toolbox
+from server.command_options import DeviceName, DtypeName
 from tests.scripts.canned import one_call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +75,39 @@ def test_a_refused_connection_is_one_line_and_not_on_stdout(
     # Python prints such a code on standard error and ends with status 1.
     assert raised.value.code == "demo: cannot connect to http://127.0.0.1:1: connection refused"
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("option", ["device", "dtype"])
+def test_what_the_server_takes_is_taken(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Sequence[str]] = []
+
+    async def run_demo(*_: object, **__: object) -> list[Run]:
+        return []
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    monkeypatch.setattr(demo, "running_server", commands.append)
+    names = [*(DeviceName if option == "device" else DtypeName)]
+    for name in names:
+        assert invoke("--json", f"--{option}", name).exit_code == 0
+
+    assert [command[-2:] for command in commands] == [[f"--{option}", name] for name in names]
+
+
+def test_the_environments_key_is_for_the_server_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys: list[str | None] = []
+
+    async def run_demo(*_: object, api_key: str | None) -> list[Run]:
+        keys.append(api_key)
+        return []
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    for options in ([], ["--url", "http://there"], ["--url", "http://there", "--api-key", "sk-2"]):
+        assert invoke("--json", *options).exit_code == 0
+
+    assert keys == [None, "sk-mine", "sk-2"]
 
 
 # ---- the document

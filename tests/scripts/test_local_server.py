@@ -4,10 +4,17 @@ import asyncio
 import os
 import signal
 import sys
+from hashlib import sha256
 
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
 
 from scripts.local_server import ServerError, connection, running_server, server_command, socket_url
+from server.access import Access, ApiKeys
+from server.settings import Settings
+from tests.server.sockets import listening
 
 
 def script(code: str) -> list[str]:
@@ -120,6 +127,26 @@ async def test_a_server_that_cannot_be_reached_is_an_error_of_one_line(url: str)
 
     assert str(raised.value).startswith(("cannot connect to http", "expected a URL"))
     assert "\n" not in str(raised.value)
+
+
+async def test_a_server_with_keys_lets_in_who_has_one() -> None:
+    keys = ApiKeys([("alice", sha256(b"sk-right").hexdigest())])
+    app = Access(Starlette(routes=[WebSocketRoute("/v1/responses", _accept)]), keys, Settings())
+
+    async with listening(app) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with connection(url, "sk-right"):
+            pass
+        with pytest.raises(ServerError, match="wants an API key: --api-key, or OPENAI_API_KEY"):
+            async with connection(url):
+                pytest.fail("it was let in")
+        with pytest.raises(ServerError, match="does not know the API key"):
+            async with connection(url, "sk-wrong"):
+                pytest.fail("it was let in")
+
+
+async def _accept(websocket: WebSocket) -> None:
+    await websocket.accept()
 
 
 async def _answer_404(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -52,7 +52,7 @@ def play(ledger: Ledger, run_id: str, key: str, model: str, created_at: int) -> 
 
 
 def usage(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
+    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def test_the_table_has_a_row_for_each_key_and_model(data_dir: Path) -> None:
@@ -63,6 +63,45 @@ def test_the_table_has_a_row_for_each_key_and_model(data_dir: Path) -> None:
         ["(none)", "cheap", "1", "1", "1,200", "200", "100", "0", "0.000142"],
         ["ada", "cheap", "1", "1", "1,200", "200", "100", "0", "0.000142"],
         ["ada", "dear", "1", "1", "1,200", "200", "100", "0", "no price"],
+    ]
+
+
+@pytest.mark.parametrize("name", ["org/m[int8]", "runs/[/old]/m", "ft:m:smile:x"])
+def test_a_name_is_shown_as_it_is(name: str, data_dir: Path) -> None:
+    with closing(Ledger(data_dir, PRICES)) as ledger:
+        play(ledger, "run_4", "eve", name, 1_000_000)
+
+    assert f" {name} " in usage("--data-dir", data_dir, "--key", "eve").output
+
+
+def test_a_day_that_no_clock_has_is_refused(data_dir: Path) -> None:
+    result = usage("--data-dir", data_dir, "--since", "0001-01-01")
+
+    assert result.exit_code == 2
+    assert "--since" in result.output
+
+
+@pytest.mark.parametrize(("is_terminal", "num_lines"), [(True, 8), (False, 1)])
+def test_a_narrow_terminal_has_cells_folded_and_nothing_is_cut_off(
+    is_terminal: bool,
+    num_lines: int,
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with closing(Ledger(data_dir, PRICES)) as ledger:
+        play(ledger, "run_4", "a-key-with-a-long-name", "a-model-with-a-very-long-name", 1_000_000)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+
+    main(data_dir, key="a-key-with-a-long-name")
+
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
+    rows = [[cell.strip() for cell in line] for line in lines if line]
+    assert len(rows) == num_lines
+    assert ["".join(column) for column in zip(*rows, strict=True)] == [
+        *("a-key-with-a-long-name", "a-model-with-a-very-long-name"),
+        *("1", "1", "1,200", "200", "100", "0", "no price" if not is_terminal else "noprice"),
     ]
 
 
