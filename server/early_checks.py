@@ -17,6 +17,10 @@ def check_files(settings: Settings) -> None:
         SettingsError: a file of traces cannot be read.
         TraceError: it does not hold traces.
     """
+    for path in (settings.models_file, settings.api_key_file, *settings.replay_files):
+        if path is not None and path.exists() and not path.is_file():
+            # It is read again when there is a model: of a pipe nothing would be left.
+            raise SettingsError(f"cannot read {path}: it is no file")
     if settings.api_key_file is not None:
         ApiKeys.from_file(settings.api_key_file)
     find_classifier(settings.safety)

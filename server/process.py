@@ -43,13 +43,13 @@ def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as opened:
         try:
             sockets = _bound_sockets(host, port, opened)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise _listen_error(host, port, error) from error
         yield sockets
 
 
 def _bound_sockets(host: str, port: int, opened: ExitStack) -> list[socket.socket]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets, failure = list[socket.socket](), OSError("it has no address")
     for family, kind, protocol, _, address in dict.fromkeys(found):
         try:
@@ -82,9 +82,10 @@ def _bound_socket(
     return bound
 
 
-def _listen_error(host: str, port: int, error: OSError) -> ListenError:
-    hint = "; --port takes another, 0 a free one" if error.errno == errno.EADDRINUSE else ""
-    reason = (error.strerror or str(error)).lower()
+def _listen_error(host: str, port: int, error: OSError | UnicodeError) -> ListenError:
+    is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    hint = "; --port takes another, 0 a free one" if is_taken else ""
+    reason = ((error.strerror if isinstance(error, OSError) else "") or str(error)).lower()
     return ListenError(f"cannot listen on {host}, port {port}: {reason}{hint}")
 
 
@@ -157,10 +158,13 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         try:
-            await super().startup(sockets)
+            for bound in sockets or ():
+                bound.listen(self.config.backlog)  # uvloop would not say that it failed
         except OSError as error:
-            await self.lifespan.shutdown()
+            if self._engine is not None:
+                await self._engine.stop()
             raise _listen_error(self.config.host, self.config.port, error) from error
+        await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host

@@ -241,6 +241,27 @@ async def test_usage_that_the_endpoint_does_not_tell_is_estimated_and_said_to_be
         assert usage["input_tokens"] == pytest.approx(fake.requests[0].prompt_tokens, abs=2)
 
 
+@pytest.mark.parametrize(
+    ("counted", "input_tokens", "output_tokens"),
+    [
+        ({"prompt_tokens": 777}, 777, 4),
+        ({"prompt_tokens": 777, "completion_tokens": 0}, 777, 4),
+        ({"prompt_tokens": 0, "completion_tokens": 99}, None, 99),
+    ],
+)
+async def test_of_usage_only_that_is_estimated_which_was_not_counted(
+    counted: Event, input_tokens: int | None, output_tokens: int
+) -> None:
+    usage = Chunk({"choices": [], "usage": counted})
+    async with served([*says("It is sunny out."), STOP, usage, *ends(None)]) as (server, _):
+        response = await post(server, tools=[])
+
+        (turn,) = turns_in([response])
+        assert turn["endpoint"]["usage_is_estimated"] is True
+        assert response["usage"]["output_tokens"] == output_tokens
+        assert input_tokens in (None, response["usage"]["input_tokens"])
+
+
 async def test_what_was_said_before_a_client_wants_no_more_is_estimated() -> None:
     async with served([*says("It is sunny."), *silence()]) as (server, _), server.http() as http:
         response = (await http.post("/v1/responses", json=BODY | {"background": True})).json()

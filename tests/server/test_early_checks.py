@@ -1,6 +1,7 @@
 """What the operator names is read before a model is loaded, and what is wrong with it is told."""
 
 import logging
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ def test_traces_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     assert ending_of(replay=[path]) == f"cannot read {path}: No such file or directory"
     path.write_text("{}\n")
     assert ending_of(replay=[path]).startswith(f"{path}:1: ")
+
+
+@pytest.mark.parametrize("option", ["models", "api_key_file", "replay"])
+def test_what_could_be_read_only_once_is_refused(option: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    value = [pipe] if option == "replay" else pipe
+
+    assert ending_of(**{option: value}) == f"cannot read {pipe}: it is no file"
 
 
 def test_a_classifier_that_is_not_there_is_told_and_where_it_is_looked_for() -> None:

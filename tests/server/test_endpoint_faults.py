@@ -132,6 +132,13 @@ FAULTS = {
     "silence in a text": Fault(
         [*says("It is"), *silence()], says="said nothing", text="It is", silence_seconds=0.4
     ),
+    "words and an unknown reason at once": Fault(
+        [
+            Chunk({"choices": [{"delta": {"content": "It is"}, "finish_reason": "STOP"}]}),
+            *ends(None),
+        ],
+        says="ended with 'STOP'",
+    ),
     "no reason to finish": Fault(
         [*says("It is"), *ends(None)], says="without a reason", text="It is"
     ),

@@ -2,10 +2,11 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 
 import pytest
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -48,23 +49,33 @@ def test_all_addresses_of_a_host_have_one_port_and_those_of_other_machines_none(
     assert port == same_port != 0
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid", "a..b"])
 def test_a_host_without_an_address_here_is_told(host: str) -> None:
     with pytest.raises(ListenError, match=f"cannot listen on {host}, port 0: "):
         bound_sockets(host, 0).__enter__()
 
 
-async def test_a_port_that_was_taken_meanwhile_is_told() -> None:
-    story = Story()
+def test_no_host_is_all_addresses() -> None:
+    with bound_sockets("", 0) as sockets:
+        assert "0.0.0.0" in [bound.getsockname()[0] for bound in sockets]
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_port_that_was_taken_meanwhile_is_told(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def serve(sockets: list[socket.socket]) -> None:
+        await ObservedServer(Story(), drain_seconds=0).serve(sockets)
+
     with (
         bound_sockets("127.0.0.1", 0) as sockets,
         bound_sockets(*sockets[0].getsockname()) as (other,),
+        asyncio.Runner(loop_factory=new_loop) as runner,
     ):
-        server = ObservedServer(story, drain_seconds=0)
         other.listen()
 
         with pytest.raises(ListenError, match="address already in use"):
-            await server.serve(sockets)
+            runner.run(serve(sockets))
 
 
 # --- Pings ---------------------------------------------------------------------------------------

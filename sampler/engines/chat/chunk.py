@@ -39,14 +39,14 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True)
 class ChatUsage:
-    """What a request took, in tokens."""
+    """What a request took, in tokens; 0 where the endpoint does not say."""
 
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, those that were not computed again; 0 where the endpoint does not say."""
+    """Of the prompt, those that were not computed again."""
     reasoning_tokens: int = 0
-    """Of the completion, those that were thoughts; likewise."""
+    """Of the completion, those that were thoughts."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Chunk:
     logprobs: tuple[Logprob, ...] = ()
     """Of the text's tokens."""
     pieces: tuple[CallPiece, ...] = ()
-    stop_reason: StopReason | None = None
-    """Why nothing more is said."""
+    finish_reason: str | None = None
+    """Why nothing more is said, in the endpoint's word."""
     usage: ChatUsage | None = None
     time_info: Mapping[str, float] | None = None
     """Cerebras' times, in seconds."""
@@ -145,7 +145,6 @@ def read_chunk(chunk: JsonObject, *, wants_logprobs: bool = False) -> Chunk:
 
     Raises:
         EngineError: it is no chunk of a chat completion.
-        EndpointError: it says that the endpoint has failed.
     """
     try:
         return _chunk(msgspec.convert(chunk, _Chunk), wants_logprobs)
@@ -160,10 +159,25 @@ def says_something(chunk: JsonObject) -> bool:
 
     Raises:
         EngineError: as ``read_chunk``.
+        EndpointError: it only says that the endpoint has failed.
     """
     said = read_chunk(chunk)
     has_words = bool(said.thought or said.text.strip() or said.pieces)
-    return has_words or said.stop_reason is not None
+    return has_words or stop_reason(said) is not None
+
+
+def stop_reason(said: Chunk) -> StopReason | None:
+    """Return why nothing more is said; None where more may be.
+
+    Raises:
+        EndpointError: the endpoint has failed.
+    """
+    if said.finish_reason is None:
+        return None
+    if said.finish_reason not in STOP_REASONS:
+        message = f"the endpoint's answer ended with {said.finish_reason[:80]!r}"
+        raise EndpointError(message, is_transient=True)
+    return STOP_REASONS[said.finish_reason]
 
 
 def _chunk(wire: _Chunk, wants_logprobs: bool) -> Chunk:
@@ -184,17 +198,10 @@ def _chunk(wire: _Chunk, wants_logprobs: bool) -> Chunk:
         text=text,
         logprobs=() if logprobs is None else tuple(_logprobs(logprobs)),
         pieces=pieces,
-        stop_reason=_stop_reason(choice.finish_reason) if choice.finish_reason else None,
+        finish_reason=choice.finish_reason or None,
         usage=usage,
         time_info=time_info,
     )
-
-
-def _stop_reason(finish_reason: str) -> StopReason:
-    if finish_reason not in STOP_REASONS:
-        message = f"the endpoint's answer ended with {finish_reason[:80]!r}"
-        raise EndpointError(message, is_transient=True)
-    return STOP_REASONS[finish_reason]
 
 
 def _first(choices: Iterable[_Choice]) -> _Choice:
@@ -271,10 +278,10 @@ def _spelled(token: _TopToken) -> tuple[str, float, tuple[int, ...]]:
 
 
 def _usage(value: Any) -> ChatUsage | None:
-    """Return what was counted, if it was: no prompt is empty, and zeros there say nothing."""
-    if not isinstance(value, dict):
-        return None
-    if not _count(value, "prompt_tokens") or not isinstance(value.get("completion_tokens"), int):
+    """Return what was counted, if anything was."""
+    if not isinstance(value, dict) or not any(
+        _count(value, name) for name in ("prompt_tokens", "completion_tokens")
+    ):
         return None
     prompt, completion = value.get("prompt_tokens_details"), value.get("completion_tokens_details")
     return ChatUsage(

@@ -251,14 +251,19 @@ class ChatEngine(Engine):
             told["time_info"] = dict(turn.time_info)
         if chat.cache_may_be_gone:
             told["cache_may_be_gone"] = True
-        if turn.usage is None:
+        usage = turn.usage or ChatUsage()
+        # No prompt is empty, and what was said was sampled.
+        if not usage.completion_tokens and turn.num_bytes:
             told["usage_is_estimated"] = True
+            usage = replace(
+                usage,
+                completion_tokens=_tokens_in(turn.num_bytes),
+                reasoning_tokens=_tokens_in(turn.num_thought_bytes),
+            )
+        if not usage.prompt_tokens:
+            told["usage_is_estimated"] = True
+            usage = replace(usage, prompt_tokens=segment.input_tokens)
         segment.endpoint = told
-        usage = turn.usage or ChatUsage(
-            segment.input_tokens,
-            _tokens_in(turn.num_bytes),
-            reasoning_tokens=_tokens_in(turn.num_thought_bytes),
-        )
         segment.input_tokens = usage.prompt_tokens
         segment.cached_tokens = usage.cached_tokens
         segment.output_tokens = usage.completion_tokens
@@ -353,7 +358,7 @@ class _ChatStream(SegmentStream):
                 await self._read_all(events)
                 if self.turn.stop_reason is None:
                     raise EndpointError("the endpoint's answer ended without a reason to")
-        except EndpointError as error:
+        except EngineError as error:
             if self.turn.stop_reason is None:
                 raise
             logger.info("run %s: %s, when all was said", self._run.id, error)

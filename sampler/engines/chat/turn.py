@@ -29,7 +29,7 @@ from protocol.output_items import Logprob
 from protocol.tools import split_name
 from protocol.validation import JsonObject
 from sampler.engine_error import EngineError
-from sampler.engines.chat.chunk import CallPiece, ChatUsage, Chunk, read_chunk
+from sampler.engines.chat.chunk import CallPiece, ChatUsage, Chunk, read_chunk, stop_reason
 from sampler.engines.chat.json_text import object_in
 from sampler.engines.chat.tools import ToolNames, input_in
 from sampler.outputs import (
@@ -98,11 +98,11 @@ class ChatTurn:
             EndpointError: the endpoint says that it has failed.
         """
         said = read_chunk(chunk, wants_logprobs=self._wants_logprobs)
-        self.stop_reason = said.stop_reason or self.stop_reason
         self.usage = said.usage or self.usage
         self.time_info = said.time_info or self.time_info
         self.num_bytes += said.num_bytes
         self.num_thought_bytes += len(said.thought.encode())
+        self.stop_reason = stop_reason(said) or self.stop_reason
         return [*self._think(said), *self._write(said), *self._call(said)]
 
     def finish(self) -> list[TurnOutput]:

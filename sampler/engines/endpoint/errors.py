@@ -120,7 +120,7 @@ def error_in_stream(event: JsonObject, secrets: Collection[str]) -> EndpointErro
     if not event.get("error"):
         if "message" not in event or "choices" in event or not event.keys() & {"code", "type"}:
             return None
-        event = {"error": event}
+        event = {**event, "error": event}
     said = _said_by(event)
     return _error(_status_in(event, said), said, secrets, None)
 

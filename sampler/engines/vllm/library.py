@@ -97,5 +97,7 @@ def _set_environment() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A fork would hold the port of the server, which would then seem to listen when it has ended.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     # Standard output is for the address that the server listens on.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -96,3 +96,15 @@ def test_the_release_that_was_tested_is_the_one_that_is_installed() -> None:
 def test_a_missing_vllm_is_said() -> None:
     with pytest.raises(VllmError, match="scripts/vllm-env"):
         load_library()
+
+
+def test_its_processes_do_not_hold_what_this_one_has_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The port of the server, that is, which would seem to listen when it has ended."""
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    install(tmp_path, {**COMMON, "inputs.data": STREAMING_INPUT})
+
+    load_library()
+
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
