@@ -19,12 +19,7 @@ from protocol.conformance.captured import read_event_stream, read_response
 from protocol.conformance.check import Check, Target, Way
 from protocol.conformance.http_steps import ask, post, refusal_of
 from protocol.conformance.play import Result, Verdict
-from protocol.conformance.rules import (
-    NotSupportedError,
-    Rule,
-    UnusableError,
-    expect,
-)
+from protocol.conformance.rules import NotSupportedError, Rule, expect
 from protocol.conformance.shapes import Event
 from protocol.conformance.socket_steps import (
     CALLING,
@@ -43,7 +38,6 @@ PlayOne: TypeAlias = Callable[[Check], Awaitable[Verdict]]
 
 _SAYS = "Whatever is sent, a right error or a right response comes, and then a create is answered."
 _RULES = {Way.HTTP: Rule.REFUSED_BEFORE_STREAM}
-_LOCKED = (401, 403, 429)
 _ABNORMAL, _INTERNAL_ERROR = 1006, 1011  # RFC 6455, 7.4.1
 _NUM_OTHERS = {Way.HTTP: 1, Way.CHAINED: 1, Way.APPEND: 2 + MAX_FRAMES, Way.INJECT: 2}
 """What an exchange asks for besides: a create that has to work, calls, and what an append lacks."""
@@ -351,8 +345,6 @@ def _is_abandoned(event: Event) -> bool:
 
 
 def _check_refusal(status: int, code: str | None, told: str) -> None:
-    if status in _LOCKED:
-        raise UnusableError(told)
     is_ours = 400 <= status < 500 and code != "server_error"
     expect(is_ours, f"refused as an error of the server: {told}")
 
