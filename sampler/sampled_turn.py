@@ -2,7 +2,7 @@
 
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 from protocol.items import CustomToolCall, FunctionCall
@@ -18,7 +18,7 @@ from sampler.outputs import (
     ReasoningDone,
     TextDelta,
 )
-from sampler.sampling import TokenLogprobs
+from sampler.sampling import Sampled, TokenLogprobs
 from sampler.tokenizer import Tokenizer
 from sampler.tool_calls import (
     Arguments,
@@ -77,18 +77,32 @@ class SampledTurn:
         """True from a call's begin marker to its end marker."""
         return self._parser.is_in_call
 
-    def feed(self, token_id: int, logprobs: TokenLogprobs | None = None) -> list[TurnOutput]:
-        """Take the next sampled token and return what it decides."""
-        text = self._detokenizer.feed(token_id)
-        self._num_tokens += 1
-        self._num_characters += len(text)
-        if logprobs is not None:
-            self._logprobs.add(logprobs, self._num_characters + self._detokenizer.is_in_character)
+    @property
+    def may_think(self) -> bool:
+        """True until the thoughts are over, or it is clear that there are none."""
+        return self._parser.may_think
+
+    def feed(self, tokens: Sequence[Sampled]) -> list[TurnOutput]:
+        """Take the next sampled tokens and return what they decide.
+
+        While the turn ``may_think`` they come one by one, or those that are thoughts could not be
+        told from the others.
+        """
+        text = "".join(map(self._spell, tokens))
+        self._num_tokens += len(tokens)
         was_in_thought = self._parser.is_in_thought
         parsed = self._parser.feed(text)
         if was_in_thought or self._parser.is_in_thought:
             self.num_reasoning_tokens = self._num_tokens  # thoughts come before all else
         return self._outputs(parsed)
+
+    def _spell(self, token: Sampled) -> str:
+        text = self._detokenizer.feed(token.token_id)
+        self._num_characters += len(text)
+        if token.logprobs is not None:
+            end = self._num_characters + self._detokenizer.is_in_character
+            self._logprobs.add(token.logprobs, end)
+        return text
 
     def end(self) -> list[TurnOutput]:
         """Return what was held back; the model has ended the turn."""

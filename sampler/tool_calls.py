@@ -174,6 +174,11 @@ class TurnParser:
         return self._step == self._in_thought
 
     @property
+    def may_think(self) -> bool:
+        """True until the thoughts are over, or it is clear that there are none."""
+        return self._step in (self._at_start, self._in_thought)
+
+    @property
     def is_in_call(self) -> bool:
         """True from the begin marker of a call to its end marker."""
         in_call = (self._in_head, self._in_arguments, self._in_tail, self._in_input)

@@ -1,6 +1,6 @@
 """What the model thread tells of a segment, turned into what its consumer is given.
 
-The token log is written here, token by token as the consumer gets to see them. Where the client has
+The token log is written here, as the consumer gets to see the tokens. Where the client has
 no more patience, or something to say, the reading ends, whatever the model has sampled since then.
 """
 
@@ -42,7 +42,7 @@ class TurnReader:
         """
         outputs: list[TurnOutput] = []
         while messages:
-            for output in self._read(messages.popleft()):
+            for output in self._read(messages):
                 if outputs and (longer := joined(outputs[-1], output)) is not None:
                     outputs[-1] = longer
                 else:
@@ -51,19 +51,34 @@ class TurnReader:
                 break
         return outputs
 
-    def _read(self, message: Token) -> list[TurnOutput]:
-        if not isinstance(message, Sampled):
+    def _read(self, messages: deque[Token]) -> list[TurnOutput]:
+        sampled = self._next(messages)
+        if not sampled:
             self.is_over = True
-            self.reason = message
+            reason = messages.popleft()
+            assert not isinstance(reason, Sampled), "that would have been next"
+            self.reason = reason
             return []
         if self._run.state is RunState.PREFILLING:
             self._run.apply(RunEvent.DECODE)
-        self._run.tokens.append((message.token_id,), Origin.SAMPLED)
-        self._segment.output_tokens += 1
-        self._counters.tokens_sampled += 1
-        outputs = self._turn.feed(message.token_id, message.logprobs)
+        self._run.tokens.append([token.token_id for token in sampled], Origin.SAMPLED)
+        self._segment.output_tokens += len(sampled)
+        self._counters.tokens_sampled += len(sampled)
+        outputs = self._turn.feed(sampled)
         self._ends_item = bool(outputs) and isinstance(outputs[-1], ReasoningDone)
         return outputs
+
+    def _next(self, messages: deque[Token]) -> list[Sampled]:
+        """Take the next tokens: all that there are, or one where the reading may end behind it."""
+        at_once = 1 if self._turn.may_think or self._run.wanted_stop is not None else len(messages)
+        sampled: list[Sampled] = []
+        while messages and len(sampled) < at_once:
+            message = messages[0]
+            if not isinstance(message, Sampled):
+                break
+            sampled.append(message)
+            messages.popleft()
+        return sampled
 
     def heed_wish(self) -> bool:
         """Stop after the last token, if that is what the client wants and it can be done there.

@@ -23,7 +23,7 @@ from sampler.model_loading import LoadedModel
 from sampler.params import Constraint, SamplingParams
 from sampler.recorded_turn import Call
 from sampler.sampled_turn import SampledTurn
-from sampler.sampling import sample
+from sampler.sampling import Sampled, sample
 from tests.equivalence.dialogues import INSTRUCTIONS, TOOLS, Dialogue, text_of
 
 PREFILL_CHUNK = 512
@@ -138,7 +138,7 @@ class _Log:
                 matcher.accept(token_id)
             self.token_ids.append(token_id)
             self.logits[position] = logits
-            turn.feed(token_id)
+            turn.feed([Sampled(token_id)])
             if token_id in self._tokenizer.stop_ids:
                 break
         self.rounds.append(self._round(start, turn.calls))

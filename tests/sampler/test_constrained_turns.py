@@ -20,6 +20,7 @@ from sampler.grammar import GrammarCompiler
 from sampler.outputs import CallStarted, ReasoningDelta, TextDelta
 from sampler.params import Constraint
 from sampler.sampled_turn import SampledTurn, TurnOutput
+from sampler.sampling import Sampled
 from sampler.tokenizer import Tokenizer
 from sampler.tool_calls import BEGIN, END
 from tests.sampler.matching import BYTE_LEVEL, free_form_tool, input_text, new_matcher
@@ -103,7 +104,7 @@ def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, name: str, seed: int) 
             walked.is_whole = True
             break
         matcher.accept(token_id)
-        walked.outputs += turn.feed(token_id)
+        walked.outputs += turn.feed([Sampled(token_id)])
         data += tokenizer.token_bytes(token_id)
     if walked.is_whole:
         walked.outputs += turn.flush()

@@ -34,6 +34,7 @@ from sampler.recorded_turn import Call, Item, RecordedTurn
 from sampler.replay import ReplayError, Replays, num_turns_said
 from sampler.run import Run, RunState, StopReason
 from sampler.sampled_turn import SampledTurn
+from sampler.sampling import Sampled
 from sampler.suspension import Suspension
 from sampler.traces import Trace, TraceCall, TraceTurn
 from tests.sampler.runs import ending, names_called, resume_with, sample, text_of
@@ -318,7 +319,7 @@ def test_whatever_the_chat_format_the_turn_is_read_as_it_is_in_the_trace(name: s
         sampled = SampledTurn(
             Detokenizer(BYTE_LEVEL), None, may_call=True, thinks=True, think_is_open=opens_thinking
         )
-        outputs = [output for token_id in turn_ids for output in sampled.feed(token_id)]
+        outputs = [output for token_id in turn_ids for output in sampled.feed([Sampled(token_id)])]
         outputs += sampled.flush()
 
         found = [(call.qualified_name, meant_by(call)) for call in sampled.calls]

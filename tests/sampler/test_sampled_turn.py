@@ -1,7 +1,12 @@
+import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
 from protocol.items import CustomToolCall, FunctionCall
 from protocol.output_items import Logprob, TopLogprob
@@ -16,8 +21,9 @@ from sampler.outputs import (
     TextDelta,
 )
 from sampler.sampled_turn import SampledTurn, TurnOutput, new_call_id
-from sampler.sampling import TokenLogprobs
+from sampler.sampling import Sampled, TokenLogprobs
 from sampler.tokenizer import Tokenizer
+from sampler.turn_reader import joined
 from tests.sampler.smollm2 import smollm2_tokenizer
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, byte_tokenizer, call_text
 
@@ -46,7 +52,7 @@ def new_turn(
 def feed(turn: SampledTurn, text: str) -> list[TurnOutput]:
     """Feed ``text`` and the end of the turn, a byte a token."""
     ids = [*TOKENIZER.encode_text(text), IM_END]
-    outputs = [output for token_id in ids for output in turn.feed(token_id)]
+    outputs = [output for token_id in ids for output in turn.feed([Sampled(token_id)])]
     return [*outputs, *turn.flush()]
 
 
@@ -137,14 +143,20 @@ def test_where_no_calls_may_be_made_all_is_text(text: str) -> None:
 def test_where_no_calls_may_be_made_nothing_is_held_back() -> None:
     turn = new_turn(may_call=False)
 
-    given_out = [list(turn.feed(token_id)) for token_id in TOKENIZER.encode_text("<tool")]
+    given_out = [
+        list(turn.feed([Sampled(token_id)])) for token_id in TOKENIZER.encode_text("<tool")
+    ]
 
     assert given_out == [[TextDelta(character)] for character in "<tool"]
 
 
 def test_the_end_releases_what_was_held_back() -> None:
     turn = new_turn()
-    before = [o for token_id in TOKENIZER.encode_text("a <tool_ca") for o in turn.feed(token_id)]
+    before = [
+        o
+        for token_id in TOKENIZER.encode_text("a <tool_ca")
+        for o in turn.feed([Sampled(token_id)])
+    ]
 
     assert text_in(before) == "a "
     assert list(turn.flush()) == [TextDelta("<tool_ca")]
@@ -154,7 +166,7 @@ def test_the_end_releases_what_was_held_back() -> None:
 def test_a_character_that_the_end_cuts_off_is_replaced(may_call: bool) -> None:
     turn = new_turn(may_call=may_call)
     ids = TOKENIZER.encode_text("a🎉")[:-1]
-    before = [output for token_id in ids for output in turn.feed(token_id)]
+    before = [output for token_id in ids for output in turn.feed([Sampled(token_id)])]
 
     assert text_in(before) == "a"
     assert list(turn.flush()) == [TextDelta("�")]
@@ -262,11 +274,13 @@ def test_thoughts_that_the_budget_cuts_off_are_never_done() -> None:
 
 def test_the_last_thought_and_its_end_come_with_the_token_that_decides_them() -> None:
     turn = new_turn(thinks=True, think_is_open=True)
-    before = [o for token_id in TOKENIZER.encode_text("Hm</think") for o in turn.feed(token_id)]
+    before = [
+        o for token_id in TOKENIZER.encode_text("Hm</think") for o in turn.feed([Sampled(token_id)])
+    ]
     (last,) = TOKENIZER.encode_text(">")
 
     assert kinds(before) == ["ReasoningDelta"]
-    assert turn.feed(last) == [ReasoningDone()]
+    assert turn.feed([Sampled(last)]) == [ReasoningDone()]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +296,7 @@ def test_tokens_of_thoughts_are_counted_with_their_markers(text: str, thoughts: 
     turn = new_turn(thinks=True)
 
     for token_id in TOKENIZER.encode_text(text):
-        turn.feed(token_id)
+        turn.feed([Sampled(token_id)])
 
     assert turn.num_reasoning_tokens == len(thoughts)
 
@@ -295,6 +309,60 @@ def test_tokens_of_thoughts_that_the_prompt_began_are_counted() -> None:
     assert turn.num_reasoning_tokens == len("ab</think>")
 
 
+# --- Several tokens at once -----------------------------------------------------------------------
+
+TURNS = ["Grüße, 世界! ", f"Let me see. {OSLO}\n{TIME}", f"{OSLO} \n done", "a <tool_c b", " \n"]
+
+
+def all_joined(outputs: Sequence[TurnOutput]) -> list[TurnOutput]:
+    whole: list[TurnOutput] = []
+    for output in outputs:
+        if whole and (longer := joined(whole[-1], output)) is not None:
+            whole[-1] = longer
+        else:
+            whole.append(output)
+    return whole
+
+
+def nameless(outputs: Sequence[TurnOutput]) -> list[TurnOutput]:
+    """Return ``outputs`` without the ids of calls, which are made up."""
+    found: list[TurnOutput] = []
+    for output in outputs:
+        match output:
+            case CallStarted():
+                found.append(replace(output, call_id=""))
+            case CallDone(call):
+                found.append(CallDone(structs.replace(call, call_id="")))
+            case _:
+                found.append(output)
+    return found
+
+
+@given(st.sampled_from(TURNS), st.lists(st.integers(1, 40), min_size=1), st.booleans())
+def test_it_makes_no_difference_how_many_tokens_come_at_once(
+    text: str, sizes: list[int], has_logprobs: bool
+) -> None:
+    tokens = [
+        Sampled(token_id, TokenLogprobs(token_id, float(-i)) if has_logprobs else None)
+        for i, token_id in enumerate(TOKENIZER.encode_text(text))
+    ]
+    one_by_one, at_once = new_turn(), new_turn()
+    expected = [output for token in tokens for output in one_by_one.feed([token])]
+    outputs: list[TurnOutput] = []
+    rest = tokens
+    for size in itertools.cycle(sizes):
+        if not rest:
+            break
+        outputs += at_once.feed(rest[:size])
+        rest = rest[size:]
+
+    whole = nameless(all_joined([*outputs, *at_once.end()]))
+    assert whole == nameless(all_joined([*expected, *one_by_one.end()]))
+    assert nameless([CallDone(call) for call in at_once.calls]) == nameless(
+        [CallDone(call) for call in one_by_one.calls]
+    )
+
+
 # --- Log-probabilities ---------------------------------------------------------------------------
 
 
@@ -303,7 +371,7 @@ def feed_with_logprobs(turn: SampledTurn, ids: Sequence[int]) -> list[TurnOutput
     outputs = [
         output
         for i, token_id in enumerate(ids)
-        for output in turn.feed(token_id, TokenLogprobs(token_id, float(-i)))
+        for output in turn.feed([Sampled(token_id, TokenLogprobs(token_id, float(-i)))])
     ]
     return [*outputs, *turn.flush()]
 
@@ -316,7 +384,8 @@ def test_a_token_of_text_has_its_logprobs_with_it() -> None:
     (a, b) = TOKENIZER.encode_text("ab")
     turn = new_turn()
 
-    outputs = turn.feed(a, TokenLogprobs(a, -0.5, ((a, -0.5), (b, -1.5), (IM_END, -2.0))))
+    logprobs = TokenLogprobs(a, -0.5, ((a, -0.5), (b, -1.5), (IM_END, -2.0)))
+    outputs = turn.feed([Sampled(a, logprobs)])
 
     top = (
         TopLogprob("a", -0.5, (97,)),

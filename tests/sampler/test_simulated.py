@@ -230,20 +230,18 @@ def test_nothing_changes_where_there_is_no_room() -> None:
 
 
 def words_of(cache: PagedCache) -> np.ndarray:
-    """Return the memory of all blocks: ``(blocks, layers * 2 * heads, positions, words)``."""
+    """Return the memory of all blocks: ``(blocks, positions, words)``."""
     storage = cache.storage
     words = storage.tensor.view(-1).view(torch.uint8).numpy().view(np.uint64)
-    num_rows = 2 * storage.shape.num_layers * storage.shape.num_kv_heads
-    return words.reshape(storage.pool.num_blocks, num_rows, BLOCK_SIZE, -1)
+    return words.reshape(storage.pool.num_blocks, BLOCK_SIZE, -1)
 
 
 def flip_first_word(cache: PagedCache) -> None:
-    words_of(cache)[cache.table.blocks[1], 0, 3, 0] ^= np.uint64(1)
+    words_of(cache)[cache.table.blocks[1], 3, 0] ^= np.uint64(1)
 
 
 def flip_token(cache: PagedCache) -> None:
-    row, column = (0, 2) if words_of(cache).shape[-1] > 2 else (1, 0)
-    words_of(cache)[cache.table.blocks[1], row, 3, column] ^= np.uint64(1)
+    words_of(cache)[cache.table.blocks[1], 3, 2] ^= np.uint64(1)
 
 
 def exchange_blocks(cache: PagedCache) -> None:
@@ -296,13 +294,13 @@ def test_damage_anywhere_in_the_memory_of_a_model_is_noticed() -> None:
     runner = runner_of(kv=SMOLLM2_KV)
     cache = runner.new_cache()
     tell(runner, cache, prompt())
-    words_of(cache)[cache.table.blocks[0], 90:] = 0  # half the layers of a block
+    cache.storage.tensor[cache.table.blocks[0], 15:] = 0  # half the layers of a block
     with pytest.raises(CorruptCacheError):
         tell(runner, cache, [8, 9])
     cache.drop()
     tell(runner, cache, prompt())
     num_filled = len(prompt()) % BLOCK_SIZE
-    words_of(cache)[cache.table.blocks[-1], :, num_filled - 1, 4:] += np.uint64(1)
+    words_of(cache)[cache.table.blocks[-1], num_filled - 1, 4:] += np.uint64(1)
     with pytest.raises(CorruptCacheError):
         tell(runner, cache, [8])
 
@@ -331,10 +329,16 @@ def test_the_others_of_a_step_are_whole_where_one_is_damaged() -> None:
     assert listen(runner, one, first) == answer(runner, prompt(), 25)[1:]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 1, 5)])
-def test_a_cache_has_room_for_what_is_kept(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "kv",
+    [
+        pytest.param(KVFormat(KVShape(1, 1, 3), torch.float32), id="too small"),
+        pytest.param(KVFormat(KVShape(1, 1, 9), torch.bfloat16), id="no whole words"),
+    ],
+)
+def test_a_cache_has_room_for_what_is_kept(kv: KVFormat) -> None:
     with pytest.raises(AssertionError):
-        runner_of(kv=KVFormat(KVShape(*shape), torch.float32))
+        runner_of(kv=kv)
 
 
 # --- Scripts --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ the three. Where the cache is larger than that, the rest is filled with a patter
 the seal, of which samples are compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from sampler.cache_pool import BLOCK_SIZE, blocks_for
 from sampler.kv_cache import PagedCache, PagedStorage
+from sampler.simd import brief_entry_point, compiled, entry_point
 
 _WORD = 8
 """Bytes."""
@@ -72,33 +73,65 @@ def _sealed(chain: _Words, place: _Words, token_id: _Words) -> _Words:
     return _chained(chain ^ place ^ _SEAL, token_id)
 
 
+_FEW = 64
+"""Positions that are written in microseconds: as many as rows decode together."""
+
+
+@compiled
+def _fill(
+    array: NDArray[Any], salts: NDArray[Any], addresses: NDArray[Any], words: NDArray[Any]
+) -> None:
+    """Write positions: ``words`` at each of ``addresses``, and the pattern that follows from the
+    last one.
+
+    Args:
+        array: (words,) uint64, the memory of all blocks.
+        salts: (words of a position,) uint64, how each word of the pattern differs from the seal.
+        addresses: (positions,) int64, where the first word of each is.
+        words: (positions, 4) uint64.
+    """
+    for index in range(len(addresses)):
+        position = array[addresses[index] : addresses[index] + len(salts)]
+        seal = words[index, _NUM_FIXED - 1]
+        for number in range(len(salts)):
+            position[number] = seal ^ salts[number]
+        for number in range(_NUM_FIXED):
+            position[number] = words[index, number]
+
+
+@brief_entry_point
+def _write_few(
+    array: NDArray[Any], salts: NDArray[Any], addresses: NDArray[Any], words: NDArray[Any]
+) -> None:
+    _fill(array, salts, addresses, words)
+
+
+@entry_point
+def _write_many(
+    array: NDArray[Any], salts: NDArray[Any], addresses: NDArray[Any], words: NDArray[Any]
+) -> None:
+    _fill(array, salts, addresses, words)
+
+
 class ChainedBlocks:
-    """Reads and writes links in the blocks of a storage, which is in main memory."""
+    """Reads and writes links in the blocks of a storage, which is in main memory.
+
+    There are no layers and heads here: the words of a position lie one behind the other.
+    """
 
     def __init__(self, storage: PagedStorage) -> None:
         """Use ``storage``, which has room for four words at each position."""
         flat = storage.tensor.view(-1).view(torch.uint8).numpy()
-        row_bytes = storage.shape.head_dim * storage.tensor.dtype.itemsize
-        width, remainder = divmod(row_bytes, _WORD)
-        assert remainder == 0, "a head is whole words"
-        num_rows = 2 * storage.shape.num_layers * storage.shape.num_kv_heads
-        assert num_rows * width >= _NUM_FIXED, "a link has a place"
+        block_bytes = storage.shape.block_bytes(storage.tensor.dtype)
+        self._width, remainder = divmod(block_bytes, BLOCK_SIZE * _WORD)
+        assert remainder == 0, "a position is whole words"
+        assert self._width >= _NUM_FIXED, "a link has a place"
         self._array = flat.view(np.uint64)
-        self._slabs = self._array.reshape(-1, num_rows, BLOCK_SIZE, width)
         # The same memory. To get at a word of it takes a third of the time.
         self._words = self._array.data
-        self._width = width
-        self._block_words = num_rows * BLOCK_SIZE * width
-        # Where the words of a position are, from its first one on.
-        index = np.arange(num_rows * width)
-        self._offset_array = index // width * BLOCK_SIZE * width + index % width
-        self._offsets: list[int] = self._offset_array.tolist()
-        salts = np.random.Generator(np.random.Philox(key=0)).bytes(index.nbytes)
+        salts = np.random.Generator(np.random.Philox(key=0)).bytes(self._width * _WORD)
         self._salt_array = np.frombuffer(salts, dtype=np.uint64)
-        self._salt_slab = self._salt_array.reshape(num_rows, 1, width)
-        offsets_and_salts = zip(self._offsets, self._salt_array.tolist(), strict=True)
-        self._patterned: list[tuple[int, int]] = list(offsets_and_salts)[_NUM_FIXED:]
-        """Of each word of the pattern: where it is, and how it differs from the seal."""
+        self._salts: list[int] = self._salt_array.tolist()
 
     def last(self, cache: PagedCache) -> Link:
         """Return the link of the last position of ``cache``.
@@ -110,11 +143,17 @@ class ChainedBlocks:
         num_tokens = cache.num_tokens
         if num_tokens == 0:
             return ROOT
-        blocks = cache.table.blocks
-        link = self._link(blocks, num_tokens - 1)
-        for position in (num_tokens - 1, (link.chain >> 20) % num_tokens):
-            if not self._follows(blocks, position):
-                raise _corrupt(position)
+        blocks, words = cache.table.blocks, self._words
+        at = self._address(blocks, num_tokens - 1)
+        link = Link(words[at], words[at + 1], words[at + 2])
+        seal = words[at + 3]
+        is_whole = seal == _sealed(*link) and self._has_pattern(at, seal)
+        if not (is_whole and self._chain_at(blocks, num_tokens - 1, link.token_id) == link.chain):
+            raise _corrupt(num_tokens - 1)
+        earlier = (link.chain >> 20) % num_tokens
+        at = self._address(blocks, earlier)
+        if self._chain_at(blocks, earlier, words[at + 2]) != words[at]:
+            raise _corrupt(earlier)
         return link
 
     def check_all(self, cache: PagedCache) -> None:
@@ -127,70 +166,46 @@ class ChainedBlocks:
         if num_tokens == 0:
             return
         blocks = np.array(cache.table.blocks[: blocks_for(num_tokens)])
-        starts = np.arange(BLOCK_SIZE) * self._width
-        at = (blocks[:, None] * self._block_words + starts).ravel()[:num_tokens]
-        chain, place, token_id, seal = (
-            self._array[at + offset] for offset in self._offsets[:_NUM_FIXED]
-        )
+        positions = (blocks[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()[:num_tokens]
+        at = positions * self._width
+        chain, place, token_id, seal = (self._array[at + number] for number in range(_NUM_FIXED))
         before = np.concatenate((np.array([_ROOT], dtype=np.uint64), chain[:-1]))
         whole = (_sealed(chain, place, token_id) == seal) & (_chained(before, token_id) == chain)
-        if self._patterned:
-            sample = _NUM_FIXED + (seal % len(self._patterned)).astype(np.intp)
-            found = self._array[at + self._offset_array[sample]]
-            whole &= found == seal ^ self._salt_array[sample]
+        if num_patterned := self._width - _NUM_FIXED:
+            sample = _NUM_FIXED + (seal % num_patterned).astype(np.intp)
+            whole &= self._array[at + sample] == seal ^ self._salt_array[sample]
         if not whole.all():
             raise _corrupt(int(np.argmin(whole)))
 
-    def write(self, cache: PagedCache, links: Sequence[Link]) -> None:
-        """Write what comes behind the last position of ``cache``, which has room for it."""
-        words, blocks, start = self._words, cache.table.blocks, cache.num_tokens
-        if self._patterned:
-            self._write_patterns(blocks, start, [_sealed(*link) for link in links])
-        _, to_place, to_token, to_seal = self._offsets[:_NUM_FIXED]
-        for position, link in enumerate(links, start):
-            at = self._address(blocks, position)
-            words[at], words[at + to_place], words[at + to_token] = link
-            words[at + to_seal] = _sealed(*link)
-
-    def _write_patterns(self, blocks: Sequence[int], start: int, seals: Sequence[int]) -> None:
-        """Fill positions from ``start`` on, the fixed words included."""
-        done = 0
-        while done < len(seals):
-            index, offset = divmod(start + done, BLOCK_SIZE)
-            some = np.array(seals[done : done + BLOCK_SIZE - offset], dtype=np.uint64)
-            slab = self._slabs[blocks[index], :, offset : offset + len(some)]
-            np.bitwise_xor(self._salt_slab, some[:, None], out=slab)  # (rows, some, width)
-            done += len(some)
+    def write(self, written: Iterable[tuple[PagedCache, Sequence[Link]]]) -> None:
+        """Write what comes behind the last position of each cache, which has room for it."""
+        addresses: list[int] = []
+        words: list[tuple[int, ...]] = []
+        for cache, links in written:
+            blocks, start = cache.table.blocks, cache.num_tokens
+            for position, link in enumerate(links, start):
+                addresses.append(self._address(blocks, position))
+                words.append((*link, _sealed(*link)))
+        at = np.array(addresses, dtype=np.int64)
+        write = _write_few if len(at) <= _FEW else _write_many
+        write(self._array, self._salt_array, at, np.array(words, dtype=np.uint64))
 
     def _address(self, blocks: Sequence[int], position: int) -> int:
-        return (
-            blocks[position // BLOCK_SIZE] * self._block_words + position % BLOCK_SIZE * self._width
-        )
-
-    def _link(self, blocks: Sequence[int], position: int) -> Link:
-        """Return the link at ``position``, if its words agree."""
-        words, offsets = self._words, self._offsets
-        at = self._address(blocks, position)
-        link = Link(words[at], words[at + offsets[1]], words[at + offsets[2]])
-        seal = words[at + offsets[3]]
-        if seal != _sealed(*link) or not self._has_pattern(at, seal):
-            raise _corrupt(position)
-        return link
+        return (blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE) * self._width
 
     def _has_pattern(self, at: int, seal: int) -> bool:
         """Tell whether some words of the pattern are as they are to be; which ones, varies."""
-        if patterned := self._patterned:
+        if num_patterned := self._width - _NUM_FIXED:
             for shift in _SAMPLED:
-                offset, salt = patterned[(seal >> shift) % len(patterned)]
-                if self._words[at + offset] != seal ^ salt:
+                number = _NUM_FIXED + (seal >> shift) % num_patterned
+                if self._words[at + number] != seal ^ self._salts[number]:
                     return False
         return True
 
-    def _follows(self, blocks: Sequence[int], position: int) -> bool:
-        """Tell whether the chain at ``position`` is that of the one before and the token."""
-        words, at = self._words, self._address(blocks, position)
-        before = words[self._address(blocks, position - 1)] if position else _ROOT
-        return _chained(before, words[at + self._offsets[2]]) == words[at]
+    def _chain_at(self, blocks: Sequence[int], position: int, token_id: int) -> int:
+        """Return the chain of ``position``, if it holds ``token_id``."""
+        before = self._words[self._address(blocks, position - 1)] if position else _ROOT
+        return _chained(before, token_id)
 
 
 def _corrupt(position: int) -> CorruptCacheError:

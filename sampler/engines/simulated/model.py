@@ -13,7 +13,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -31,6 +31,10 @@ from sampler.sampling import Certain
 from sampler.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+Caches = frozenset[ref[KVCache]]
+"""Some that may be gone."""
 
 
 class KVFormat(NamedTuple):
@@ -85,8 +89,8 @@ class SimulatedRunner(ModelRunner):
         self._pacer = pacer
         self._vocab_size = vocab_size
         self._max_context = max_context
-        self._last: WeakSet[KVCache] = WeakSet()  # the caches of the last step
-        self._unfinished: WeakSet[KVCache] = WeakSet()  # and of the prompts in it
+        self._last: Caches = frozenset()  # of the last step
+        self._unfinished: Caches = frozenset()  # of the prompts in it of which more is to come
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._storage.shape}, {self._storage.tensor.dtype})"
@@ -130,26 +134,35 @@ class SimulatedRunner(ModelRunner):
         if not pieces:
             return []
         self._pacer.begin_step(goes_on=any(map(self._goes_on, pieces)))
-        self._unfinished = WeakSet(piece.cache for piece in pieces if not piece.wants_logits)
-        self._last = WeakSet(piece.cache for piece in pieces)
-        for piece in pieces:
-            _paged(piece.cache).extend_to(len(piece.token_ids))
-        said = [self._read(piece.token_ids, _paged(piece.cache)) for piece in pieces]
-        self.counters.forward_passes += 1
+        self._last = frozenset(ref(piece.cache) for piece in pieces)
+        self._unfinished = frozenset(ref(piece.cache) for piece in pieces if not piece.wants_logits)
+        caches = [_paged(piece.cache) for piece in pieces]
         lengths = [len(piece.token_ids) for piece in pieces]
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.extend_to(length)
+        read = [
+            self._read(piece.token_ids, cache) for piece, cache in zip(pieces, caches, strict=True)
+        ]
+        self._blocks.write((cache, links) for cache, (links, _) in zip(caches, read, strict=True))
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.advance(length)
+        self.counters.forward_passes += 1
+        self.counters.tokens_forwarded += sum(lengths)
         self._pacer.end_step(sum(length for length in lengths if length > 1))
         return [
-            certain if piece.wants_logits else None
-            for piece, certain in zip(pieces, said, strict=True)
+            self._say(links[-1], place) if piece.wants_logits else None
+            for piece, (links, place) in zip(pieces, read, strict=True)
         ]
 
     def _goes_on(self, piece: Piece) -> bool:
         """Tell whether ``piece`` is what the last step led to: the token that was sampled, or the
         next chunk of a prompt. The outputs of a call have been waited for."""
-        is_next = len(piece.token_ids) == 1 and piece.cache in self._last
-        return is_next or piece.cache in self._unfinished
+        among = self._last if len(piece.token_ids) == 1 else self._unfinished
+        return ref(piece.cache) in among
 
-    def _read(self, token_ids: Sequence[int], cache: PagedCache) -> Certain:
+    def _read(self, token_ids: Sequence[int], cache: PagedCache) -> tuple[Sequence[Link], Place]:
+        """Return what is to be kept of ``token_ids``, behind what ``cache`` holds, and where in the
+        script that leads to."""
         try:
             if len(token_ids) > 1:
                 self._blocks.check_all(cache)
@@ -163,9 +176,9 @@ class SimulatedRunner(ModelRunner):
             place = self._speaker.after(place, token_id)
             link = Link(link.chain_after(token_id), place.pack(), token_id)
             links.append(link)
-        self._blocks.write(cache, links)
-        cache.advance(len(links))
-        self.counters.tokens_forwarded += len(links)
+        return links, place
+
+    def _say(self, link: Link, place: Place) -> Certain:
         logits = partial(self._speaker.logits, place, link.chain, link.token_id)
         return Certain(self._speaker.next(place, link.chain), logits)
 
