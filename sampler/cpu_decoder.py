@@ -8,9 +8,11 @@ depend on the rows beside it (``cpu_kernels``), so what is sampled does not depe
 the batch, in any of the formats.
 """
 
+import logging
 import threading
 from collections.abc import Hashable, Sequence
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import finalize
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sampler import cpu_kernels as kernels
+from sampler import main_memory
 from sampler.counters import Counters
 from sampler.cpu_kernels import CHUNK_TOKENS, ROWS_PER_JOB, TILE
 from sampler.decoder_weights import DecoderWeights
@@ -27,29 +30,38 @@ from sampler.kv_cache import KVCache, PagedCache, PagedStorage
 from sampler.model_runner import ModelRunner, Piece
 from sampler.simd import GROUP, LANES, input_group_size, processor_has
 
+logger = logging.getLogger(__name__)
+
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 """How weights may be kept. Integers share a float16 scale, 4-bit ones a minimum too, in groups."""
 
 
 def nearest_lossless_format(weights: DecoderWeights) -> str:
     """Return ``int4`` where the weights are on its grid already, as a model's are that was
-    published in it, and otherwise ``int8``."""
-    layer = weights.layers[0]
-    on_grid = all(_int4_error(matrix) < _NO_ERROR for matrix in (layer.qkv, layer.down))
-    return "int4" if on_grid else "int8"
+    published in it, and otherwise ``int8``. All matrices are looked at until one is not."""
+    matrices = (
+        matrix
+        for layer in weights.layers
+        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    )
+    return "int4" if all(map(_is_on_int4_grid, matrices)) else "int8"
 
 
 _NO_ERROR = 1e-3
 """A share of the root mean square of weights that rounding scales to float16 can explain."""
+_ROWS_TRIED = 64
+"""Of each matrix. Formats are published of whole tensors, and rows all over it are of all of which
+it was made; to try every row would take as long as to pack them."""
 
 
-def _int4_error(matrix: Tensor) -> float:
-    """Return what 4 bits change of ``matrix``, as a share of it (root mean squares)."""
+def _is_on_int4_grid(matrix: Tensor) -> bool:
+    """Tell whether 4 bits change nothing of ``matrix``."""
+    matrix = matrix[:: -(-len(matrix) // _ROWS_TRIED)]
     groups = matrix.float().reshape(-1, GROUP, 1).unsqueeze(1)  # (group, 1, line, column)
     scales, minima, pairs = _int4_parts(groups)
     integers = torch.stack([pairs & 15, pairs >> 4], dim=3).flatten(2, 3)
     kept = integers * scales.float()[:, :, None] + minima.float()[:, :, None]
-    return float((kept - groups).norm() / groups.norm())
+    return bool((kept - groups).norm() <= _NO_ERROR * groups.norm())
 
 
 _PAIRS = {"bfloat16": "avx512bf16", "int8": "avx512vnni", "int4": "avx512vnni"}
@@ -181,7 +193,8 @@ def _cache_of(piece: Piece) -> PagedCache:
 class _Crew:
     """Threads that take part in steps. One that comes late finds its work done by the others.
 
-    They end when the crew is collected.
+    For one that the system does not let run, only the newest step waits: it holds what a step is
+    computed in. They end when the crew is collected.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -201,6 +214,9 @@ class _Crew:
 
     def run(self, *arguments: Any) -> None:
         for queue in self._queues:
+            if not queue.empty():
+                with suppress(Empty):  # or it was taken just now
+                    queue.get_nowait()
             queue.put(arguments)
         kernels.step(0, *arguments)
 
@@ -212,7 +228,11 @@ def _dismiss(queues: "Sequence[SimpleQueue[tuple[Any, ...] | None]]") -> None:
 
 def _take_part(number: int, queue: "SimpleQueue[tuple[Any, ...] | None]") -> None:
     while (arguments := queue.get()) is not None:
-        kernels.step(number, *arguments)
+        try:
+            kernels.step(number, *arguments)
+        except Exception:
+            # A step that has begun raises nothing (a test looks), so others do not wait for this.
+            logger.exception("thread %d takes no part in a step", number)
         del arguments
 
 
@@ -263,7 +283,8 @@ class _Scratch:
 
     def __init__(self, shape: kernels.Shape, num_threads: int, input_dtype: type) -> None:
         self._shape, self._input_dtype = shape, input_dtype
-        self._local = np.empty((num_threads, kernels.local_size(shape)), np.float32)
+        size = kernels.local_size(shape)
+        self._local = main_memory.empty(num_threads * size, np.float32).reshape(num_threads, size)
         self._buffers: dict[str, NDArray[Any]] = {}
 
     def views(self, batch: kernels.Batch) -> tuple[kernels.Scratch, NDArray[np.float32]]:
@@ -272,7 +293,7 @@ class _Scratch:
         attended = shape.num_heads * shape.head_dim
         qkv = attended + 2 * shape.num_kv_heads * shape.head_dim
         slots = int(batch.merges[:, 2].sum())
-        logits = np.empty((len(batch.wanted), shape.vocab), np.float32)
+        logits = torch.empty(len(batch.wanted), shape.vocab).numpy()
         scratch = kernels.Scratch(
             progress=np.zeros(2 * kernels.num_phases(shape.num_layers), np.int64),
             hidden=self._at_least("hidden", rows * shape.hidden),
@@ -295,7 +316,7 @@ class _Scratch:
     def _at_least(self, name: str, size: int, dtype: type = np.float32) -> NDArray[Any]:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[name] = np.empty(max(size, 1), dtype)
+            buffer = self._buffers[name] = main_memory.empty(max(size, 1), dtype)
         return buffer
 
 
@@ -320,7 +341,8 @@ def _packed(
             matrices.append(pack(matrix, form, in_pairs=in_pairs))
             starts.append(end)
             end += len(matrices[-1])
-    head = pack(_padded(weights.head), head_form, in_pairs=in_pairs)
+    linear = np.concatenate(matrices, out=main_memory.empty(end, matrices[0].dtype))
+    head = main_memory.copy_of(pack(_padded(weights.head), head_form, in_pairs=in_pairs))
     shape = kernels.Shape(
         num_layers=network.num_layers,
         hidden=network.hidden_size,
@@ -336,7 +358,7 @@ def _packed(
     norms = [norm for layer in weights.layers for norm in (layer.input_norm, layer.post_norm)]
     cosines, sines = _rotations(weights)
     packed = kernels.Weights(
-        linear=np.concatenate(matrices),
+        linear=linear,
         starts=np.array(starts, np.int64).reshape(-1, 4),
         head=head,
         embedding=_flat(weights.embed if form == "bfloat16" else weights.embed.float()),

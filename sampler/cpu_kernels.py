@@ -4,12 +4,16 @@ A step is a list of phases, one after the other; a phase is a number of units th
 each other. Threads draw units like tickets, and go on to the next phase when all units of the last
 one are done, by whomever. No thread is waited for that has not drawn a unit: one that the operating
 system lets wait joins late, or never, and the others do its share. So a busy neighbour costs a step
-what it takes from the cores, not a barrier's worth of waiting.
+what it takes from the cores, not a barrier's worth of waiting. One that has drawn a unit must
+finish it, or the others would wait for ever: so nothing here may raise. Numbers do not, and what
+Numba would check (whether a row has as many elements as there are names, a step of ``range`` that
+it does not know, a shape) is not written; a test looks for it in the compiled code.
 
 What is computed for a row depends on that row, its sequence and nothing else, bit for bit. Products
 add up in one order (``simd``), attention goes over a sequence in chunks that begin at multiples of
 ``CHUNK_TOKENS``, and their results are merged from the first to the last (flash decoding, as in Dao
-et al. 2023), whether one unit went through them or several did.
+et al. 2023), whether one unit went through them or several did. So what is NaN in one sequence
+stays in it, and with the tokens that read it.
 
 Layout, in elements of flat arrays: a matrix is cut into tiles of 32 outputs, each tile a line of 32
 for every input (``pack`` in ``cpu_decoder``). A block of keys of one head is ``(head_dim, 16)``, so
@@ -63,7 +67,7 @@ JOBS_PER_THREAD = 4
 """How many jobs of single rows there are for each thread where one unit takes all heads."""
 BLOCKS_AHEAD = 4
 """How far ahead of the block that is multiplied keys and values are fetched, in blocks."""
-_NORM_ROWS = 8
+_NORM_ROWS = 4
 _SPINS = 2000
 """How often a thread looks whether a phase is over before it lets others have its core."""
 
@@ -283,13 +287,20 @@ def _num_row_units(num_rows: int) -> int:
 
 
 @compiled
-def _tiles_per_unit(num_tiles: int, row_units: int, num_threads: int) -> int:
-    """Return how many tiles, one after the other in memory, a unit has.
+def _num_spans(num_tiles: int, row_units: int, num_threads: int) -> int:
+    """Return into how many spans of tiles, one after the other in memory, a product is divided.
 
     With few rows a tile is half a microsecond of work, and to draw it takes nearly as long; and
     what a thread has had fetched ahead is then another one's tile.
     """
-    return max(1, num_tiles // (DRAWS_PER_THREAD * num_threads)) if row_units == 1 else 1
+    return min(num_tiles, DRAWS_PER_THREAD * num_threads) if row_units == 1 else num_tiles
+
+
+@compiled
+def _span_start(span: int, num_spans: int, num_tiles: int) -> int:
+    """Return the first tile of a span. They are as long as one another, or the first ones are
+    longer by one: then threads that draw in turns come to the end together."""
+    return span * (num_tiles // num_spans) + min(span, num_tiles % num_spans)
 
 
 @compiled
@@ -300,15 +311,16 @@ def _linear(
 ) -> None:  # fmt: skip
     """One phase: outputs = inputs times a matrix, or with ``adds`` outputs += ..."""
     num_tiles, row_units = width // TILE, _num_row_units(num_rows)
-    span = _tiles_per_unit(num_tiles, row_units, num_threads)
-    num_units = row_units * ((num_tiles + span - 1) // span)
+    num_spans = _num_spans(num_tiles, row_units, num_threads)
+    num_units = row_units * num_spans
     unit = _draw(progress, phase)
     while unit < num_units:
-        first_tile = unit // row_units * span
+        span = unit // row_units
+        first_tile = _span_start(span, num_spans, num_tiles)
         first_row = (unit % row_units) * ROWS_PER_UNIT
         rows = min(ROWS_PER_UNIT, num_rows - first_row)
         first = first_row * length
-        for tile in range(first_tile, min(first_tile + span, num_tiles)):
+        for tile in range(first_tile, _span_start(span + 1, num_spans, num_tiles)):
             at = start + tile * length * line
             to = first_row * width + tile * TILE
             if adds:
@@ -326,25 +338,26 @@ def _linear(
 def _gate(
     progress: Array, phase: int, weights: Array, start: int, line: int,
     inputs: Array, length: int, outputs: Array, width: int, num_rows: int,
-    local: Array, mine: int, num_threads: int,
+    local: Array, num_threads: int,
 ) -> None:  # fmt: skip
     """One phase: silu of the gate, times what it gates. Their tiles take turns in the matrix."""
     num_tiles, row_units = width // TILE, _num_row_units(num_rows)
-    span = _tiles_per_unit(num_tiles, row_units, num_threads)
-    num_units = row_units * ((num_tiles + span - 1) // span)
-    up = mine + ROWS_PER_UNIT * TILE
+    num_spans = _num_spans(num_tiles, row_units, num_threads)
+    num_units = row_units * num_spans
+    up = ROWS_PER_UNIT * TILE
     unit = _draw(progress, phase)
     while unit < num_units:
-        first_tile = unit // row_units * span
+        span = unit // row_units
+        first_tile = _span_start(span, num_spans, num_tiles)
         first_row = (unit % row_units) * ROWS_PER_UNIT
         rows = min(ROWS_PER_UNIT, num_rows - first_row)
         first = first_row * length
-        for tile in range(first_tile, min(first_tile + span, num_tiles)):
+        for tile in range(first_tile, _span_start(span + 1, num_spans, num_tiles)):
             at = start + 2 * tile * length * line
-            _tile_product(weights, at, line, inputs, first, length, local, mine, TILE, rows)
+            _tile_product(weights, at, line, inputs, first, length, local, 0, TILE, rows)
             at += length * line
             _tile_product(weights, at, line, inputs, first, length, local, up, TILE, rows)
-            _gate_tile(local, mine, up, outputs, first_row * width + tile * TILE, width, rows)
+            _gate_tile(local, up, outputs, first_row * width + tile * TILE, width, rows)
         _done(progress, phase)
         unit = _draw(progress, phase)
     _wait(progress, phase, num_units)
@@ -352,18 +365,18 @@ def _gate(
 
 @compiled
 def _gate_tile(
-    local: Array, gates: int, gated: int, outputs: Array, to: int, width: int, num_rows: int
+    local: Array, gated: int, outputs: Array, to: int, width: int, num_rows: int
 ) -> None:
     one = splat(np.float32(1.0))
     minus_one = splat(np.float32(-1.0))
     for row in range(num_rows):
         for lane in range(0, TILE, LANES):
-            gate = load(local, gates + row * TILE + lane)
+            gate = load(local, row * TILE + lane)
             sigmoid = divide(one, add(one, exp(multiply(gate, minus_one))))
             product = multiply(multiply(gate, sigmoid), load(local, gated + row * TILE + lane))
-            store(local, gates + row * TILE + lane, product)
-        low = load(local, gates + row * TILE)
-        store_inputs(outputs, to + row * width, low, load(local, gates + row * TILE + LANES))
+            store(local, row * TILE + lane, product)
+        low = load(local, row * TILE)
+        store_inputs(outputs, to + row * width, low, load(local, row * TILE + LANES))
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -547,8 +560,9 @@ def _softmax(local: Array, at: int, limit: int, num_scores: int) -> tuple[float,
 @compiled
 def _prefetch_slab(kv: Array, at: int, size: int) -> None:
     """Have a slab brought near. Blocks lie anywhere, so the processor cannot foresee the next."""
-    for i in range(0, size, 64 // kv.itemsize):
-        prefetch(kv, at + i)
+    per_line = 64 // kv.itemsize
+    for line in range(size // per_line):
+        prefetch(kv, at + line * per_line)
 
 
 @compiled
@@ -568,18 +582,18 @@ def _attend(
     """Let some rows attend to some chunks of their sequence, with the queries of some KV heads."""
     head_dim, kv_heads = shape.head_dim, shape.num_kv_heads
     group = shape.num_heads // kv_heads
-    first_row, num_rows, first_chunk, num_chunks, slot = batch.jobs[job]
+    first_row, num_rows = batch.jobs[job, 0], batch.jobs[job, 1]
+    first_chunk, num_chunks, slot = batch.jobs[job, 2], batch.jobs[job, 3], batch.jobs[job, 4]
     per_head = num_rows * group
     num_queries = num_heads * per_head
     width = (shape.num_heads + 2 * kv_heads) * head_dim
     part_size = head_dim + LANES
 
-    local = scratch.local
-    queries = thread * local.shape[1]
-    scores = queries + num_queries * head_dim
+    local = scratch.local[thread]
+    queries = 0
+    scores = num_queries * head_dim
     parts = scores + num_queries * CHUNK_TOKENS
     totals = parts + num_queries * part_size
-    local = local.reshape(-1)
 
     scale = splat(np.float32(1.0 / np.sqrt(head_dim)))
     for query in range(num_queries):
@@ -630,16 +644,23 @@ def _attend(
                 )  # fmt: skip
                 local[at + head_dim], local[at + head_dim + 1] = top, weight
         for i in range(num_blocks):
-            filled = min(BLOCK_SIZE, num_tokens - i * BLOCK_SIZE)
+            block_start = start + i * BLOCK_SIZE
+            block_end = min(block_start + BLOCK_SIZE, start + num_tokens)
+            # Where not all rows see the whole block, each takes what it sees by itself: a weight of
+            # zero does not keep out what is no number.
+            num_parts = 1 if batch.positions[first_row] + 1 >= block_end else num_rows
+            rows_each, queries_each = num_rows // num_parts, per_head // num_parts
             values = blocks[i] * block_size + values_at
             later = _slab_at(num_blocks + i + BLOCKS_AHEAD, blocks, block_size, keys_at, values_at)
-            for head in range(num_heads):
-                query = head * per_head
-                for lane in range(0, head_dim, TILE):
+            for part in range(num_heads * num_parts):
+                head, query = part // num_parts, part * queries_each
+                last_row = first_row + (part % num_parts + 1) * rows_each - 1
+                seen = min(batch.positions[last_row] + 1, block_end) - block_start
+                for lane in range(0, head_dim if seen > 0 else 0, TILE):
                     _product_added(
                         kv, values + head * slab + lane, head_dim, LANES, later - values, LANES,
-                        local, scores + query * CHUNK_TOKENS + i * BLOCK_SIZE, CHUNK_TOKENS, filled,
-                        local, parts + query * part_size + lane, part_size, per_head,
+                        local, scores + query * CHUNK_TOKENS + i * BLOCK_SIZE, CHUNK_TOKENS, seen,
+                        local, parts + query * part_size + lane, part_size, queries_each,
                     )  # fmt: skip
         for query in range(num_queries):
             if batch.positions[first_row + query % per_head // group] >= start:
@@ -687,12 +708,13 @@ def _merge_rows(
 ) -> None:
     head_dim = shape.head_dim
     part_size = head_dim + LANES
-    total = thread * scratch.local.shape[1]
-    local = scratch.local.reshape(-1)
+    local, total = scratch.local[thread], 0
     num_units = len(batch.merges)
     unit = _draw(progress, phase)
     while unit < num_units:
-        row, first_slot, num_slots = batch.merges[unit]
+        row, first_slot, num_slots = (
+            batch.merges[unit, 0], batch.merges[unit, 1], batch.merges[unit, 2],
+        )  # fmt: skip
         for head in range(shape.num_heads):
             _clear(local, total, head_dim)
             for slot in range(first_slot, first_slot + num_slots):
@@ -730,35 +752,33 @@ def step(
     _embed(progress, 0, weights, batch, hidden, width)
     phase = 1
     for layer in range(shape.num_layers):
-        at_qkv, at_o, at_gate, at_down = weights.starts[layer]
+        starts = weights.starts[layer]
         gain = 2 * layer * width
         _norm_rows(
             progress, phase, hidden, weights.norms, gain, scratch.normed, width, rows,
             shape.epsilon,
         )  # fmt: skip
         _linear(
-            progress, phase + 1, weights.linear, at_qkv, line,
+            progress, phase + 1, weights.linear, starts[0], line,
             scratch.normed, width, scratch.qkv, qkv, rows, False, threads,
         )  # fmt: skip
         _place_rows(progress, phase + 2, layer, shape, weights, batch, scratch.qkv, kv)
         _attend_jobs(progress, phase + 3, layer, shape, batch, scratch, kv, thread)
         _merge_rows(progress, phase + 4, shape, batch, scratch, thread)
         _linear(
-            progress, phase + 5, weights.linear, at_o, line,
+            progress, phase + 5, weights.linear, starts[1], line,
             scratch.attended, attended, hidden, width, rows, True, threads,
         )  # fmt: skip
         _norm_rows(
             progress, phase + 6, hidden, weights.norms, gain + width, scratch.normed, width, rows,
             shape.epsilon,
         )  # fmt: skip
-        mine = thread * scratch.local.shape[1]
         _gate(
-            progress, phase + 7, weights.linear, at_gate, line, scratch.normed, width,
-            scratch.gated, shape.intermediate, rows, scratch.local.reshape(-1), mine,
-            threads,
+            progress, phase + 7, weights.linear, starts[2], line, scratch.normed, width,
+            scratch.gated, shape.intermediate, rows, scratch.local[thread], threads,
         )  # fmt: skip
         _linear(
-            progress, phase + 8, weights.linear, at_down, line,
+            progress, phase + 8, weights.linear, starts[3], line,
             scratch.gated, shape.intermediate, hidden, width, rows, True, threads,
         )  # fmt: skip
         phase += 9

@@ -18,11 +18,14 @@ class EngineError(RuntimeError):
 
 
 def failure_of(error: Exception, message: str = "the engine failed to take a step") -> EngineError:
-    """Return an error that says ``message`` and has ``error`` as its cause.
+    """Return an error that says ``message`` and has ``error`` as its cause; or ``error``, where it
+    says itself what a client is to be told.
 
     However long someone keeps it, it does not keep what the step worked on.
     """
     forget_frames(error)
+    if isinstance(error, EngineError):
+        return error.with_traceback(None)
     failure = EngineError(message)
     failure.__cause__ = error.with_traceback(None)
     return failure

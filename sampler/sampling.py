@@ -13,6 +13,7 @@ fraction of what torch's do.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sampler.engine_error import EngineError
 from sampler.params import SamplingParams
 
 # Logits divided by a temperature under this one may overflow, and then even a mask means nothing.
@@ -43,8 +45,7 @@ class TokenLogprobs:
     """Ids and their log-probabilities, the likeliest first."""
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The token at a position."""
 
     token_id: int
@@ -83,12 +84,23 @@ def sample(
         position: index in the token log of the token to be.
         mask: ``(vocab,)`` bool; False forbids a token. None allows all.
         counts: how many times the segment has sampled which token, for the penalties.
+
+    Raises:
+        EngineError: the logits mean nothing, as one of them is NaN or the largest is infinite.
     """
     if isinstance(logits, Certain):
         if params.top_logprobs is None and (mask is None or mask[logits.token_id]):
             return Sampled(logits.token_id)
         logits = logits.work_out()
-    token_id = _draw(_steered(logits.cpu().numpy(), params, mask, counts), params, position)
+    values = logits.cpu().numpy()
+    likeliest = int(np.argmax(values))
+    # Of several, NaN counts as the largest: so no other one needs to be looked at.
+    if not isfinite(values[likeliest]):
+        raise EngineError("the model gave no numbers: its logits are NaN or infinite")
+    steered = _steered(values, params, mask, counts)
+    if steered is not values:
+        likeliest = int(np.argmax(steered))
+    token_id = _draw(steered, likeliest, params, position)
     if params.top_logprobs is None:
         return Sampled(token_id)
     return Sampled(token_id, _logprobs(logits, token_id, params.top_logprobs))
@@ -108,8 +120,7 @@ def _steered(
     return logits if mask is None else np.where(mask, logits, _NEVER)
 
 
-def _draw(logits: Floats, params: SamplingParams, position: int) -> int:
-    likeliest = int(np.argmax(logits))
+def _draw(logits: Floats, likeliest: int, params: SamplingParams, position: int) -> int:
     if params.temperature < _GREEDY_BELOW:
         return likeliest
     # The likeliest has 0, where numbers are densest: noise is not rounded away.

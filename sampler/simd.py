@@ -43,7 +43,15 @@ def entry_point(function: Callable[..., Any]) -> Any:
     return _compiled(function)
 
 
-def _compiled(function: Callable[..., Any], **options: bool) -> Any:
+def brief_entry_point(function: Callable[..., Any]) -> Any:
+    """Have ``function`` compiled, to be called where it takes microseconds: it keeps Python's lock.
+
+    Where that is let go another thread may take it, and to get it back takes longer than this.
+    """
+    return _compiled(function, nogil=False)
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     """Compile, and keep machine code for other processes.
 
     Numba sees that it is stale by the source of the function's own module only; so each version of
@@ -51,8 +59,11 @@ def _compiled(function: Callable[..., Any], **options: bool) -> Any:
     """
     before = _config.CACHE_DIR
     _config.CACHE_DIR = str(user_cache() / "kernels" / _version())
-    # Without counts of references: all threads would write to those of one array.
-    options |= {"nogil": True, "no_cfunc_wrapper": True, "_nrt": False}
+    # Without counts of references: all threads would write to those of one array. And a division
+    # by zero is infinite, or no number: what raised amid a step would leave others waiting for it.
+    options = {
+        "nogil": True, "no_cfunc_wrapper": True, "_nrt": False, "error_model": "numpy", **options,
+    }  # fmt: skip
     try:
         return _njit(cache=True, **options)(function)
     except RuntimeError:  # nowhere to write, as in some containers: each process compiles anew
@@ -289,12 +300,16 @@ _LEAST, _GREATEST = -87.0, 88.0
 def exp(context: Any, vector: Any) -> Any:
     """Return e to the power of each lane, to about two units in the last place.
 
-    Lanes below -87 count as -87 (1.6e-38), above 88 as 88 (1.7e38).
+    Lanes below -87 count as -87 (1.6e-38), above 88 as 88 (1.7e38); of NaN the power is NaN.
     """
 
+    def bounded(builder: Any, x: Any, comparison: str, bound: float) -> Any:
+        is_beyond = builder.fcmp_ordered(comparison, _floats(bound), x)  # NaN never is
+        return builder.select(is_beyond, _floats(bound), x)
+
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x = _call(builder, "llvm.maxnum.v16f32", _VECTOR, arguments[0], _floats(_LEAST))
-        x = _call(builder, "llvm.minnum.v16f32", _VECTOR, x, _floats(_GREATEST))
+        x = bounded(builder, arguments[0], ">", _LEAST)
+        x = bounded(builder, x, "<", _GREATEST)
         scaled = builder.fmul(x, _floats(_LOG2_E))
         whole = _call(builder, "llvm.rint.v16f32", _VECTOR, scaled)
         # x - n ln 2 in two steps, so that no bits are lost, is still a multiple of 1 / log2 e.

@@ -33,7 +33,7 @@ from scripts.local_server import (
     running_server,
     server_command,
 )
-from server.command_options import DeviceName, DtypeName
+from server.command_options import DeviceName, DtypeName, parse_threads
 
 INTERRUPTED = 130
 """Exit status, as shells give it after Ctrl-C."""
@@ -68,7 +68,10 @@ def main(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="CPU threads of the model.", show_default="one per core, at most 8"
+            parser=parse_threads,
+            metavar="auto|NUMBER",
+            help="CPU threads of the model.",
+            show_default="auto",
         ),
     ] = None,
     url: Annotated[

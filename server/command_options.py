@@ -78,9 +78,30 @@ Dtype: TypeAlias = Annotated[
 Exact: TypeAlias = Annotated[
     bool, _model("--exact", help="Compute in float32, and no token depends on other runs.")
 ]
+
+
+def parse_threads(text: str) -> int | None:
+    """Return how many threads ``text`` asks for; None where that is to be chosen.
+
+    Raises:
+        typer.BadParameter: it asks for nothing of that kind.
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"expected auto, or a number of at least 1, not {text!r}")
+    return int(text)
+
+
 Threads: TypeAlias = Annotated[
     int | None,
-    _model(min=1, help="CPU threads of the model.", show_default="one per core, at most 8"),
+    _model(
+        parser=parse_threads,
+        metavar="auto|NUMBER",
+        help="CPU threads of the model. auto: one on each core that the process may use, at "
+        "most 8.",
+        show_default="auto",
+    ),
 ]
 Endpoint: TypeAlias = Annotated[
     str | None,

@@ -4,12 +4,16 @@ All blocks hold NaN until they are written to, in every test.
 """
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -26,8 +30,9 @@ from sampler.cpu_kernels import CHUNK_TOKENS
 from sampler.decoder_weights import DecoderWeights
 from sampler.kv_cache import KVCache, PagedCache
 from sampler.model_runner import Piece
-from sampler.simd import GROUP
+from sampler.simd import GROUP, processor_has
 from sampler.swap import SwapStore
+from tests.sampler import on_haswell
 from tests.sampler.cpu_decoders import (
     WAY_NAMES,
     WAYS,
@@ -185,6 +190,25 @@ def test_logits_are_those_of_the_weights_that_are_kept(name: str, form: str, pai
         assert distance(logits, rounded) < 1e-3
         assert distance(logits, rounded) < distance(logits, exact)
         assert not pairs or distance(logits, rounded) < distance(logits, unrounded[stop])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not processor_has("avx2"), reason="needs a processor that has AVX2")
+def test_all_of_it_holds_where_vectors_are_shorter_and_nothing_in_it_can_raise(
+    tmp_path: Path,
+) -> None:
+    # Code that was found compiled cannot be looked at, so it is made anew.
+    cache = {"SUSPENDED_SAMPLING_CACHE": str(tmp_path)}
+
+    ended = subprocess.run(
+        [sys.executable, "-m", on_haswell.__name__],
+        env={**os.environ, **on_haswell.ENVIRONMENT, **cache},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
 
 
 # --- What it does not cover ----------------------------------------------------------------------
@@ -474,6 +498,49 @@ def test_what_was_never_written_changes_nothing(subject: Subject, garbage: float
     assert subject.agrees(second[1], 1, 12)
 
 
+NO_NUMBER = 1  # no stream has this token
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("before", [0, 5, 21, 255, 256, 300])
+def test_what_is_no_number_stays_with_those_who_read_it(
+    subject: Subject, before: int, num_threads: int
+) -> None:
+    embed = subject.weights.embed.clone()
+    embed[NO_NUMBER] = torch.nan
+    decoder = new_decoder(
+        replace(subject.weights, embed=embed),
+        subject.form,
+        num_threads=num_threads,
+        multiplies_pairs=subject.multiplies_pairs,
+    )
+    caches = [decoder.new_cache() for _ in range(3)]
+    beginning = STREAMS[0][:before]
+
+    pieces = [
+        Piece(STREAMS[1][:70], caches[0]),
+        Piece([*beginning, NO_NUMBER, *STREAMS[0][before : before + 20]], caches[1]),
+        Piece(STREAMS[2][:1], caches[2]),
+    ]
+    first = decoder.forward(pieces)
+    following = [STREAMS[1][70], STREAMS[0][0], STREAMS[2][1]]
+    second = decoder.forward(
+        [Piece([token_id], cache) for token_id, cache in zip(following, caches, strict=True)]
+    )
+
+    for logits in (first[1], second[1]):
+        assert logits is not None
+        assert logits.isnan().all()
+    assert subject.agrees(first[0], 1, 70)
+    assert subject.agrees(second[0], 1, 71)
+    assert subject.agrees(first[2], 2, 1)
+    assert subject.agrees(second[2], 2, 2)
+    # Nor do the tokens before it notice.
+    caches[1].truncate(before)
+    again = forward(decoder, STREAMS[0][before : before + 3], caches[1])
+    assert subject.agrees(again, 0, before + 3)
+
+
 # --- Threads -------------------------------------------------------------------------------------
 
 
@@ -601,6 +668,58 @@ def test_helpers_that_come_at_once_change_nothing(
         said = decoder.forward(pieces)
         assert subject.agrees(said[0], 0, 301 + index)
         assert subject.agrees(said[1], 1, 71 + index)
+
+
+def test_for_helpers_that_are_held_up_only_the_newest_step_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, may_come = cpu_kernels.step, Event()
+    steps: list[ref[Any]] = []
+
+    def played(thread: int, *arguments: Any) -> None:
+        if thread == 0:
+            steps.append(ref(arguments[3].progress))
+            step(thread, *arguments)
+        else:
+            may_come.wait()
+
+    decoder = new_decoder(known_weights(covered_model()), num_threads=3)
+    monkeypatch.setattr(cpu_kernels, "step", played)
+    try:
+        token_by_token(decoder, STREAMS[0][:60])
+        num_kept = sum(kept() is not None for kept in steps)
+    finally:
+        may_come.set()
+
+    assert len(steps) == 60
+    assert num_kept <= 3, "the newest, and the one that each of two was held up in"
+
+
+def test_a_helper_that_failed_takes_part_in_later_steps(
+    crew: Callable[[Callable[..., None]], CPUDecoder], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = expected_logits()
+    has_failed, has_come = Event(), Event()
+
+    def fail_once(step: Callable[..., None], thread: int, *arguments: Any) -> None:
+        if thread == 1 and not has_failed.is_set():
+            has_failed.set()
+            raise MemoryError("for the arguments of a step")
+        step(thread, *arguments)
+        if thread == 1:
+            has_come.set()
+
+    decoder = crew(fail_once)
+    cache = decoder.new_cache()
+
+    first = forward(decoder, STREAMS[0][:59], cache)
+    assert has_failed.wait(10)
+    second = forward(decoder, STREAMS[0][59:60], cache)
+
+    assert has_come.wait(10)
+    assert "thread 1 takes no part in a step" in caplog.text
+    assert torch.equal(first, expected[58])
+    assert torch.equal(second, expected[59])
 
 
 def test_the_threads_of_a_decoder_that_nobody_has_any_more_end() -> None:
@@ -752,7 +871,6 @@ def test_it_says_what_it_is() -> None:
     assert decoder.dtype is torch.bfloat16
     assert (decoder.vocab_size, decoder.max_context) == (77, 96)
     assert decoder.runs_ahead
-    assert decoder.continues_from_its_cache()
 
 
 def test_all_positions_that_the_model_was_made_for_can_be_used() -> None:

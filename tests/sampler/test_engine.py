@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import jsonschema
 import pytest
+import torch
 
 from protocol.client_events import TextFormat, TextFormatKind
 from protocol.items import CustomToolCall, Message, ReasoningItem
@@ -23,7 +24,7 @@ from protocol.tools import CustomTool, FunctionTool
 from sampler.conversation import Conversation
 from sampler.engine import ContextLengthExceededError, EngineError, Resumption, ToolCaller
 from sampler.grammar import GrammarCompiler, GrammarError
-from sampler.kv_cache import KVCache
+from sampler.kv_cache import GenericCache, KVCache
 from sampler.local_engine import LocalEngine
 from sampler.outputs import (
     ArgumentsDelta,
@@ -1130,6 +1131,36 @@ async def test_a_failing_step_fails_its_run_and_no_other(
         assert victim.segments[0].output_tokens == decoded
         assert [one.tokens.ids, two.tokens.ids] == alone
         assert {one.state, two.state} <= {RunState.COMPLETED, RunState.INCOMPLETE}
+        assert_nothing_is_held(engine)
+
+
+async def test_a_model_that_gives_no_numbers_fails_the_run_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = await sampled_alone("one")
+    with steered_engine() as engine:
+        one, victim = [
+            await open_run(engine, text, tools=(), params=FREE) for text in ("one", "the victim")
+        ]
+        runner, prompt = runner_of(engine.model), list(victim.tokens.ids)
+        extend, caches = runner.extend, WeakSet[KVCache]()
+
+        def extend_in_vain(token_ids: Sequence[int], cache: GenericCache) -> torch.Tensor:
+            if token_ids == prompt:
+                caches.add(cache)
+            logits = extend(token_ids, cache)
+            return logits * torch.nan if cache in caches else logits
+
+        monkeypatch.setattr(runner, "extend", extend_in_vain)
+
+        async def fails() -> None:
+            with pytest.raises(EngineError, match="the model gave no numbers"):
+                await sample(engine, victim)
+
+        await asyncio.gather(fails(), sample(engine, one))
+
+        assert victim.state is RunState.FAILED
+        assert [one.tokens.ids] == alone
         assert_nothing_is_held(engine)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sampler.engine_error import EngineError
 from sampler.params import SamplingParams
 from sampler.sampling import Sampled, TokenLogprobs, gumbel_noise, sample
 
@@ -381,6 +382,37 @@ def test_a_token_is_the_same_however_its_counts_are_ordered() -> None:
     )
 
     assert one == other
+
+
+# --- What is no number ---------------------------------------------------------------------------
+
+NO_NUMBERS = {
+    "one is NaN": [0.0, 1.0, torch.nan, 2.0],
+    "all are NaN": [torch.nan] * 4,
+    "all are minus infinity": [-torch.inf] * 4,
+    "the largest is infinite": [0.0, torch.inf, 1.0, 2.0],
+    "NaN beside infinity": [torch.inf, 1.0, torch.nan, 2.0],
+}
+
+
+@pytest.mark.parametrize("logits", NO_NUMBERS.values(), ids=NO_NUMBERS.keys())
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_logprobs=2)],
+    ids=["greedy", "drawn", "nucleus", "log-probabilities"],
+)
+@pytest.mark.parametrize("mask", [None, allow(1, 3)], ids=["free", "masked"])
+def test_logits_that_mean_nothing_are_an_error(
+    logits: list[float], params: SamplingParams, mask: np.ndarray | None
+) -> None:
+    with pytest.raises(EngineError, match="the model gave no numbers"):
+        sample(torch.tensor(logits), params, 0, mask)
+
+
+def test_one_number_is_enough() -> None:
+    logits = torch.tensor([-torch.inf, -torch.inf, -3.0, -torch.inf])
+
+    assert set(tokens(logits, SamplingParams(), positions=20)) == {2}
 
 
 # --- Log-probabilities ---------------------------------------------------------------------------

@@ -167,6 +167,12 @@ def test_powers_stay_finite_and_above_zero() -> None:
     assert greatest == pytest.approx(np.exp(88.0), rel=1e-6)
 
 
+def test_the_power_of_what_is_no_number_is_none() -> None:
+    powers = exp(0.0, np.nan, 1.0, -np.nan)
+
+    assert np.isnan(powers).tolist() == [False, True, False, True]
+
+
 # --- bfloat16 ------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,7 @@ def test_options_of_the_model_are_passed_on_to_the_server() -> None:
         ["--device", "abacus"],
         ["--dtype", "int1"],
         ["--threads", "0"],
+        ["--threads", "all"],
         ["--max-calls", "0"],
         ["--temperature", "3"],
         ["--seed", "-1"],
