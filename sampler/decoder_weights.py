@@ -12,16 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
 
-_FAMILIES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM)
+_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+"""Names: the library loads a class when it is first asked for, which takes seconds."""
 
 # Those whose frequencies are the same at every length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -98,7 +93,7 @@ class DecoderWeights:
 
 
 @torch.no_grad()
-def decoder_weights(model: PreTrainedModel) -> DecoderWeights | None:
+def decoder_weights(model: "transformers.PreTrainedModel") -> DecoderWeights | None:
     """Return the weights of ``model``, or None where our own forward would not do all it does.
 
     Queries, keys and values are joined, and so are gate and up. The model goes on working: its
@@ -125,11 +120,11 @@ def decoder_weights(model: PreTrainedModel) -> DecoderWeights | None:
     )
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def _parameters(model: "transformers.PreTrainedModel") -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _shape(model: PreTrainedModel) -> DecoderShape:
+def _shape(model: "transformers.PreTrainedModel") -> DecoderShape:
     config = model.config
     return DecoderShape(
         num_layers=config.num_hidden_layers,
@@ -180,21 +175,21 @@ def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
 # --- What is known --------------------------------------------------------------------------------
 
 
-def _is_known(model: PreTrainedModel) -> bool:
+def _is_known(model: "transformers.PreTrainedModel") -> bool:
     # A class derived from a known one may do anything.
     return (
-        type(model) in _FAMILIES
+        type(model) in [getattr(transformers, name) for name in _FAMILIES]
         and _config_is_known(model)
         and _modules_are_plain(model)
         and _parameters_are_known(model)
     )
 
 
-def _config_is_known(model: PreTrainedModel) -> bool:
+def _config_is_known(model: "transformers.PreTrainedModel") -> bool:
     config = model.config
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
     # Qwen's configs may name a window; which layers have it is said by their types.
-    window = config.sliding_window if type(model) is MistralForCausalLM else None
+    window = config.sliding_window if type(model) is transformers.MistralForCausalLM else None
     return (
         config.hidden_act == "silu"
         and set(layer_types) == {"full_attention"}
@@ -206,7 +201,7 @@ def _config_is_known(model: PreTrainedModel) -> bool:
     )
 
 
-def _modules_are_plain(model: PreTrainedModel) -> bool:
+def _modules_are_plain(model: "transformers.PreTrainedModel") -> bool:
     """Tell whether the modules are torch's own, in one dtype and in one place.
 
     Adapters and quantised weights come as other classes of linear layers, offloading as hooks.
@@ -223,7 +218,7 @@ def _modules_are_plain(model: PreTrainedModel) -> bool:
     )
 
 
-def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _linears(model: "transformers.PreTrainedModel") -> Iterator[nn.Module]:
     yield model.lm_head
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -231,7 +226,7 @@ def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
         yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
-def _parameters_are_known(model: PreTrainedModel) -> bool:
+def _parameters_are_known(model: "transformers.PreTrainedModel") -> bool:
     """Tell whether each parameter has a place in ours, and the size that goes there.
 
     One that is left over, such as a bias on the output, is something that the model does.

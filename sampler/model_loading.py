@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from sampler.chat_template import ChatFormat
@@ -15,7 +15,8 @@ from sampler.language import ModelLoadError as ModelLoadError
 from sampler.language import chat_format_of as chat_format_of
 from sampler.language import find_model, first_line, load_tokenizer
 from sampler.language import stop_ids_of as stop_ids_of
-from sampler.model_runner import GenericRunner, ModelRunner
+from sampler.load_check import UnfitModelError
+from sampler.model_runner import ModelRunner
 from sampler.runner_choice import RunnerChoiceError, RunnerOptions, choose_runner
 from sampler.tokenizer import Tokenizer
 
@@ -56,7 +57,8 @@ def load_model(
 
     Raises:
         ModelLoadError: there is no such model or device, the model lacks a fast tokenizer or a
-            chat template, or it cannot be run as ``options`` say.
+            chat template, its own class does not go on from a cache, or it cannot be run as
+            ``options`` say.
         EmbeddedModelError: the embedded model is not installed or its file is not the right one.
     """
     location, name = find_model(source, progress)
@@ -64,17 +66,15 @@ def load_model(
     torch_device = _pick_device(device)
     dtype = options.loading_dtype(torch_device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
         torch.nn.Module.to(model, torch_device)  # the model's own `to` is typed wrongly
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {first_line(error)}") from error
     hf_tokenizer = load_tokenizer(location, name)
     try:
         runner = choose_runner(model, options)
-    except RunnerChoiceError as error:
+    except (RunnerChoiceError, UnfitModelError) as error:
         raise ModelLoadError(f"cannot run the model {name!r}: {error}") from error
-    if isinstance(runner, GenericRunner):
-        _check_cache(model, name)
     tokenizer = Tokenizer(
         hf_tokenizer.backend_tokenizer,
         stop_ids_of(model.generation_config, hf_tokenizer),
@@ -96,10 +96,3 @@ def _pick_device(device: str) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def _check_cache(model: PreTrainedModel, name: str) -> None:
-    """Make sure that the model goes on where its cache ends, which some families do not."""
-    # A runner of its own, so that its work is not counted as a run's.
-    if not GenericRunner(model).continues_from_its_cache():
-        raise ModelLoadError(f"{name!r} does not go on where its cache ends, so it cannot suspend")

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from sampler.cache_pool import BlockPool
+from sampler.cache_pool import BLOCK_SIZE, BlockPool
 from sampler.counters import Counters
 from sampler.kv_cache import GenericCache, KVCache
 from sampler.sampling import Logits
@@ -101,26 +102,6 @@ class ModelRunner(ABC):
         """Let others with ``salt`` start from what ``cache`` holds, which is ``token_ids``."""
         return
 
-    def continues_from_its_cache(self) -> bool:
-        """Tell whether forwarding two pieces gives the logits of one pass.
-
-        Models whose state does not live in the cache would go on as if from nothing.
-        """
-        ids = [token_id % self.vocab_size for token_id in range(3, 19)]
-        whole = self._logits(ids, self.new_cache())
-        cache = self.new_cache()
-        self._logits(ids[:11], cache)
-        pieces = self._logits(ids[11:], cache)
-        # What rounding may move, as a share of the logits' spread.
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        distance = (whole - pieces).abs().max() / (whole.max() - whole.min())
-        return bool(distance < tolerance)
-
-    def _logits(self, token_ids: Sequence[int], cache: KVCache) -> Tensor:
-        [logits] = self.forward([Piece(token_ids, cache)])
-        assert isinstance(logits, Tensor)
-        return logits
-
 
 class RunnerWrapper(ModelRunner):
     """Does what another runner does. For subclasses that watch, or change, what goes through it."""
@@ -192,6 +173,18 @@ _COST_OF_SHARING = 6
 _PLENTY = 1 << 18
 
 
+@dataclass(frozen=True)
+class Handling:
+    """How a model's own class is to be handled. ``load_check`` finds out what is right."""
+
+    takes_positions: bool = True
+    """Whether it is told the positions of what it reads; otherwise it counts them itself."""
+    shares_passes: bool = True
+    """Whether it can tell rows of different lengths apart in one pass."""
+    num_state_blocks: int = 0
+    """Blocks that a sequence takes however long it is."""
+
+
 class GenericRunner(ModelRunner):
     """Runs any causal LM of the transformers library, with the cache class that it asks for.
 
@@ -203,11 +196,12 @@ class GenericRunner(ModelRunner):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "transformers.PreTrainedModel",
         counters: Counters | None = None,
         *,
         pool: BlockPool | None = None,
         is_exact: bool = False,
+        handling: Handling = Handling(),
     ) -> None:
         """Run ``model``.
 
@@ -216,15 +210,20 @@ class GenericRunner(ModelRunner):
             counters: where its work is counted.
             pool: what the caches are accounted for in; None is one of its own, without a bound
                 that could be reached.
-            is_exact: never share a pass, so that logits do not depend on who else is served.
+            is_exact: never share a pass, so that logits do not depend on who else is served. (What
+                is computed again because others took its memory is so in longer pieces, and may be
+                rounded otherwise.)
+            handling: what its class needs.
         """
         super().__init__(counters)
         self._model = model
         self._pool = pool or BlockPool(_PLENTY)
-        self._is_exact = is_exact
+        self._handling = handling
         self._num_bytes = sum(weights.nbytes for weights in model.parameters())
         # Their frequencies are those of the longest sequence of a pass, for all of its rows.
-        self._can_batch = not is_exact and not _rope_depends_on_length(model)
+        self._can_batch = (
+            handling.shares_passes and not is_exact and not _rope_depends_on_length(model)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -243,10 +242,13 @@ class GenericRunner(ModelRunner):
     @property
     def max_context(self) -> int:
         config = self._model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+        made_for = int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+        # Whoever knows the pool sees how many positions fill it, but not what comes on top of them.
+        num_blocks = self._pool.num_blocks - self._handling.num_state_blocks
+        return min(made_for, num_blocks * BLOCK_SIZE)
 
     def new_cache(self) -> GenericCache:
-        return GenericCache(self._model.config, self._pool)
+        return GenericCache(self._model.config, self._pool, self._handling.num_state_blocks)
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
@@ -281,12 +283,11 @@ class GenericRunner(ModelRunner):
         cache.grow(len(token_ids))
         input_ids = torch.tensor([token_ids], device=self.device)  # (1, seq)
         start, stop = cache.num_tokens, cache.num_tokens + len(token_ids)
-        # Most models would work the positions out of the cache. Bamba starts anew at 0.
         position_ids = torch.arange(start, stop, device=self.device)[None]  # (1, seq)
         try:
             outputs = self._model(
                 input_ids=input_ids,
-                position_ids=position_ids,
+                **self._told(position_ids),
                 cache=cache.layers,
                 use_cache=True,
                 logits_to_keep=1,
@@ -297,6 +298,10 @@ class GenericRunner(ModelRunner):
         cache.advance(len(token_ids))
         self._count(len(token_ids))
         return outputs.logits[0, -1].float()  # type: ignore[no-any-return]  # (vocab,)
+
+    def _told(self, position_ids: Tensor) -> dict[str, Tensor]:
+        """Return what the model is told of ``position_ids``."""
+        return {"position_ids": position_ids} if self._handling.takes_positions else {}
 
     @property
     def _extends_by_itself(self) -> bool:
@@ -341,7 +346,7 @@ class GenericRunner(ModelRunner):
         columns = torch.arange(max(lengths) + 1, device=self.device)
         outputs = self._model(
             input_ids=torch.tensor(token_ids, device=self.device)[:, None],  # (rows, 1)
-            position_ids=positions,
+            **self._told(positions),
             attention_mask=(columns >= max(lengths) - positions).long(),  # (rows, longest + 1)
             cache=padded,
             use_cache=True,
@@ -419,7 +424,7 @@ def _can_share_a_pass(piece: Piece) -> bool:
     )
 
 
-def _rope_depends_on_length(model: PreTrainedModel) -> bool:
+def _rope_depends_on_length(model: "transformers.PreTrainedModel") -> bool:
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     types = [str(one.get("rope_type")) for one in (parameters, *per_layer_type)]

@@ -6,18 +6,19 @@ model runs through its own class (``model_runner``).
 """
 
 import os
-import sys
 from dataclasses import dataclass
 
 import psutil
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+import transformers
 
 from sampler import cpu_decoder
 from sampler.cache_pool import BlockPool
+from sampler.cores import num_usable_cores
 from sampler.cpu_decoder import CPUDecoder
 from sampler.decoder_weights import DecoderWeights, decoder_weights
 from sampler.kv_cache import KVShape, PagedStorage
+from sampler.load_check import check_model
 from sampler.model_runner import GenericRunner, ModelRunner
 from sampler.torch_decoder import TorchDecoder
 
@@ -47,7 +48,7 @@ class RunnerOptions:
     kv_memory: int | None = None
     """Bytes for keys and values; None for half of what is free."""
     num_threads: int | None = None
-    """That compute, on a processor; None for one on each core, up to eight."""
+    """That compute, on a processor; None for one on each core that may be used, up to eight."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -63,7 +64,7 @@ class RunnerOptions:
         if self.num_threads is not None:
             return self.num_threads
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-        return min(cores, _num_usable_cores(), _MAX_DEFAULT_THREADS)
+        return min(cores, num_usable_cores(), _MAX_DEFAULT_THREADS)
 
     def kv_memory_on(self, device: torch.device) -> int:
         """Return how many bytes there are for keys and values, now that the model is loaded."""
@@ -79,19 +80,13 @@ class RunnerOptions:
         return torch.bfloat16 if is_fast else torch.float32
 
 
-def _num_usable_cores() -> int:
-    """Return on how many cores this process may run, which in a container may be few."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def choose_runner(model: PreTrainedModel, options: RunnerOptions) -> ModelRunner:
+def choose_runner(model: "transformers.PreTrainedModel", options: RunnerOptions) -> ModelRunner:
     """Return what runs ``model``, which is where it is to be, in ``options.loading_dtype``.
 
     Raises:
         RunnerChoiceError: the format is not one that this model can be run in, or the memory for
-            keys and values does not hold a single block.
+            keys and values does not hold a single block, or not what a sequence takes beside them.
+        UnfitModelError: it is run by its own class, which does not go on from a cache.
     """
     weights = decoder_weights(model)
     if weights is not None and cpu_decoder.covers(weights):
@@ -101,8 +96,7 @@ def choose_runner(model: PreTrainedModel, options: RunnerOptions) -> ModelRunner
             f"{options.dtype} is for models on a processor that are compiled; this one is not"
         )
     if weights is None:
-        pool = BlockPool(_num_blocks(_block_bytes(model), options, model.device))
-        return GenericRunner(model, pool=pool, is_exact=options.is_exact)
+        return _generic(model, options)
     storage = _storage(weights, weights.dtype, options)
     return TorchDecoder(weights, storage, is_exact=options.is_exact)
 
@@ -125,13 +119,16 @@ def _storage(weights: DecoderWeights, dtype: torch.dtype, options: RunnerOptions
     return PagedStorage(BlockPool(num_blocks), shape, dtype, weights.device)
 
 
-def _block_bytes(model: PreTrainedModel) -> int:
-    """Return what a block of the model's own cache takes, as far as its configuration tells."""
-    config: PreTrainedConfig = model.config.get_text_config()
-    num_heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return KVShape(config.num_hidden_layers, kv_heads, head_dim).block_bytes(model.dtype)
+def _generic(model: "transformers.PreTrainedModel", options: RunnerOptions) -> GenericRunner:
+    handling, block_bytes = check_model(model)
+    num_blocks = _num_blocks(block_bytes, options, model.device)
+    if num_blocks <= handling.num_state_blocks:
+        raise RunnerChoiceError(
+            f"{options.kv_memory_on(model.device)} bytes do not hold the state of one sequence, "
+            f"which is {handling.num_state_blocks * block_bytes}, and a block of {block_bytes}"
+        )
+    pool = BlockPool(num_blocks)
+    return GenericRunner(model, pool=pool, is_exact=options.is_exact, handling=handling)
 
 
 def _num_blocks(block_bytes: int, options: RunnerOptions, device: torch.device) -> int:

@@ -55,6 +55,7 @@ _MISTAKES = (
     LedgerError,
     ListenError,
     EngineChoiceError,
+    MemoryError,
 )
 
 _GIB = 1 << 30

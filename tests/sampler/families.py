@@ -83,6 +83,22 @@ UNFIT_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Rwkv": {},
 }
+# Models that have positions of their own: from the length of the cache, which in a pass of several
+# rows is that of the longest, or from an offset.
+POSITIONS: dict[str, dict[str, Any]] = {
+    "RoFormer": {"is_decoder": True, "embedding_size": 32},
+    "TrOCR": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64},
+    "Bart": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64},
+    "Roberta": {"is_decoder": True},
+}
+# With a cache class of its own, that is no list of layers.
+MINIMAX: dict[str, Any] = {
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+    "block_size": WINDOW,
+}
 
 
 def family(name: str, options: dict[str, Any] | None = None) -> PreTrainedModel:

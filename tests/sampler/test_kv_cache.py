@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from sampler.cache_pool import BLOCK_SIZE, BlockPool, OutOfBlocksError
 from sampler.kv_cache import GenericCache
-from sampler.model_runner import GenericRunner
+from sampler.model_runner import GenericRunner, Handling
 from sampler.swap import SwapError, SwapStore
 from tests.sampler.families import (
     FAMILIES,
@@ -324,6 +324,69 @@ def test_a_cache_that_finds_no_blocks_to_grow_is_as_it_was() -> None:
         cache.grow(2 * BLOCK_SIZE)
 
     assert (cache.num_tokens, cache.num_blocks, cache.is_broken) == (20, 2, False)
+
+
+# --- Blocks beside those of positions ------------------------------------------------------------
+
+
+def with_state(num_blocks: int, num_state_blocks: int = 3) -> tuple[BlockPool, GenericRunner]:
+    pool, handling = BlockPool(num_blocks), Handling(num_state_blocks=num_state_blocks)
+    return pool, GenericRunner(family("Mamba2"), pool=pool, handling=handling)
+
+
+def test_what_does_not_grow_is_held_from_the_first_position_on() -> None:
+    pool, runner = with_state(10)
+    cache = runner.new_cache()
+    assert (cache.num_blocks, pool.num_used) == (0, 0)
+    assert [cache.needed(n) for n in (0, 1, 16, 17)] == [0, 4, 4, 5]
+
+    runner.extend(IDS[:1], cache)
+
+    assert (cache.num_blocks, cache.num_own_blocks, pool.num_used) == (4, 4, 4)
+    assert [cache.needed(n) for n in (0, 15, 16)] == [0, 0, 1]
+    cache.drop()
+    assert (cache.num_blocks, pool.num_used, cache.needed(1)) == (0, 0, 4)
+
+
+def test_a_cache_whose_state_finds_no_blocks_is_as_it_was() -> None:
+    pool, runner = with_state(3)
+    cache = runner.new_cache()
+
+    with pytest.raises(OutOfBlocksError):
+        runner.extend(IDS[:1], cache)
+
+    assert (cache.num_blocks, pool.num_used, cache.is_broken) == (0, 0, False)
+
+
+def test_a_fork_has_a_state_of_its_own() -> None:
+    pool, runner = with_state(11)
+    cache = filled(runner, IDS[:20])
+
+    forked = fork(cache, 20)
+
+    assert (forked.num_blocks, pool.num_used) == (5, 10)
+    with pytest.raises(OutOfBlocksError):
+        forked.fork(20)
+    assert pool.num_used == 10
+    assert fork(runner.new_cache(), 0).num_blocks == 0
+
+
+def test_a_state_is_swapped_out_and_comes_back(store: SwapStore) -> None:
+    pool, runner = with_state(5)
+    cache = filled(runner, IDS[:20])
+
+    cache.swap_out(store)
+
+    assert (cache.num_blocks, pool.num_used, store.num_blocks) == (0, 0, 5)
+    assert [cache.needed(n) for n in (0, 12, 13)] == [5, 5, 6]
+    others = pool.allocate(1)
+    with pytest.raises(OutOfBlocksError):
+        cache.swap_in()
+    assert pool.num_used == 1
+    pool.release(others)
+    cache.swap_in()
+    assert (cache.num_blocks, pool.num_used) == (5, 5)
+    assert_goes_on(family("Mamba2"), runner, cache, IDS[:20])
 
 
 # --- Swapping ------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from protocol.items import CallOutput, FunctionCall, Message
-from sampler import runner_choice
 from sampler.chat_template import ChatMLFormat, TemplateFormat
 from sampler.conversation import Conversation
 from sampler.cpu_decoder import CPUDecoder
 from sampler.kv_cache import KVCache
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
-from sampler.model_runner import ModelRunner, Piece
+from sampler.model_runner import Piece
 from sampler.runner_choice import DTYPES, RunnerOptions
+from tests.sampler.families import MINIMAX, UNFIT_FAMILIES, family
 from tests.tiny_model import END_OF_TEXT, IM_END, IM_START, WEATHER, byte_tokenizer
 
 CHATML = (
@@ -488,14 +488,22 @@ def test_a_template_by_which_no_run_could_be_resumed_is_an_error(new_model: NewM
         load_model(new_model(template=NO_END), device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "dimensions", "reason"),
+    [
+        ("Mamba", UNFIT_FAMILIES["Mamba"], "it does not go on .* so it cannot suspend"),
+        ("MiniMax", MINIMAX, "its own class fails on a cache: MiniMax uses cache of its own"),
+    ],
+)
 def test_a_model_that_does_not_go_on_where_its_cache_ends_is_an_error(
-    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, dimensions: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(runner_choice, "decoder_weights", lambda _: None)  # its own class runs it
-    monkeypatch.setattr(ModelRunner, "continues_from_its_cache", lambda _: False)
+    directory = tmp_path / "unfit"
+    family(name, {**dimensions, "vocab_size": 288}).save_pretrained(directory)
+    save_tokenizer(directory)
 
-    with pytest.raises(ModelLoadError, match="cannot suspend"):
-        load_model(tiny_directory, device="cpu")
+    with pytest.raises(ModelLoadError, match=f"cannot run the model 'unfit': {reason}"):
+        load_model(directory, device="cpu")
 
 
 def test_loading_leaves_nothing_counted_as_forwarded(tiny_directory: Path) -> None:

@@ -11,13 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, cache_u
 
 from sampler.cache_pool import BLOCK_SIZE, BlockPool, OutOfBlocksError
 from sampler.kv_cache import GenericCache
-from sampler.model_runner import GenericRunner, Piece, groups_of_like_length
+from sampler.load_check import check_model
+from sampler.model_runner import GenericRunner, Handling, Piece, groups_of_like_length
 from tests.sampler.families import (
     DIMENSIONS,
     FAMILIES,
     IDS,
+    POSITIONS,
     TOLERANCE,
-    UNFIT_FAMILIES,
     WINDOW,
     distance,
     family,
@@ -115,6 +116,16 @@ def test_the_context_is_what_the_config_says() -> None:
     assert GenericRunner(tiny_llama()).max_context == 128
 
 
+def test_the_context_is_no_more_than_what_the_pool_holds_beside_the_state() -> None:
+    handling = Handling(num_state_blocks=3)
+    runner = GenericRunner(family("Mamba2"), pool=BlockPool(10), handling=handling)
+
+    assert runner.max_context == 7 * BLOCK_SIZE
+    runner.extend((IDS * 3)[: 7 * BLOCK_SIZE], cache := runner.new_cache())
+    with pytest.raises(OutOfBlocksError):
+        runner.extend([9], cache)
+
+
 def test_a_pass_that_fails_is_not_counted() -> None:
     runner = GenericRunner(tiny_llama())
     cache = runner.new_cache()
@@ -167,6 +178,17 @@ def test_the_model_is_given_new_tokens_their_positions_and_the_cache_by_its_pres
     assert second["position_ids"].tolist() == [[7, 8]]
 
 
+def test_a_model_that_counts_positions_itself_is_told_none() -> None:
+    model = WatchedLlama(LlamaConfig(**DIMENSIONS))
+    runner = GenericRunner(model, handling=Handling(takes_positions=False))
+    caches = filled(runner, PROMPTS[:2])
+
+    runner.forward([Piece([9], cache) for cache in caches])
+
+    assert len(model.calls) == 3
+    assert all("position_ids" not in call for call in model.calls)
+
+
 # --- Families ------------------------------------------------------------------------------------
 
 
@@ -199,17 +221,17 @@ def test_every_kind_of_cache_is_extended_in_pieces(name: str, options: dict[str,
     assert distance(without_cache(model, [*IDS[:30], *IDS[:5], *IDS[35:]]), expected) > 1e-2
 
 
-KINDS = [(name, options, True) for name, options in FAMILIES.items()] + [
-    (name, options, False) for name, options in UNFIT_FAMILIES.items()
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options", "fits"), KINDS, ids=[kind[0] for kind in KINDS])
-def test_a_model_that_does_not_go_on_where_its_cache_ends_is_known(
-    name: str, options: dict[str, Any], fits: bool
-) -> None:
-    assert GenericRunner(family(name, options)).continues_from_its_cache() is fits
+@pytest.mark.parametrize(("name", "options"), POSITIONS.items(), ids=POSITIONS.keys())
+def test_positions_are_those_of_the_model(name: str, options: dict[str, Any]) -> None:
+    model = family(name, options)
+    runner = GenericRunner(model, handling=check_model(model).handling)
+    expected = without_cache(model, IDS)
+
+    for cuts in CUTS.values():
+        logits = extend_in_pieces(runner, runner.new_cache(), cuts)
+        assert distance(logits, expected) < TOLERANCE
+    check_rows(model, runner)
 
 
 @pytest.mark.slow
@@ -299,6 +321,12 @@ def test_single_tokens_share_a_pass() -> None:
 
     assert num_passes(runner, PROMPTS) == 1
     assert runner.counters.tokens_forwarded == sum(map(len, PROMPTS)) + len(PROMPTS)
+
+
+def test_rows_of_a_model_that_cannot_tell_them_apart_get_a_pass_of_their_own() -> None:
+    runner = GenericRunner(tiny_llama(), handling=Handling(shares_passes=False))
+
+    assert num_passes(runner, PROMPTS) == len(PROMPTS)
 
 
 def test_an_exact_runner_gives_each_row_a_pass_of_its_own() -> None:

@@ -7,12 +7,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sampler import runner_choice
+from sampler.cache_pool import OutOfBlocksError
 from sampler.cpu_decoder import CPUDecoder, nearest_lossless_format
-from sampler.kv_cache import KVCache, KVShape
-from sampler.model_runner import GenericRunner, ModelRunner, Piece
+from sampler.embedded_model import ensure_embedded_model
+from sampler.kv_cache import GenericCache, KVCache, KVShape
+from sampler.load_check import check_model
+from sampler.model_runner import GenericRunner, ModelRunner, Piece, RunnerWrapper
 from sampler.runner_choice import (
     DTYPES,
     RunnerChoiceError,
@@ -99,7 +102,7 @@ def test_there_is_a_thread_on_each_core_up_to_eight(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 2 * cores if logical else cores)
-    monkeypatch.setattr(runner_choice, "_num_usable_cores", lambda: 2 * cores)
+    monkeypatch.setattr(runner_choice, "num_usable_cores", lambda: 2 * cores)
 
     assert RunnerOptions().threads == threads
     assert RunnerOptions(num_threads=12).threads == 12
@@ -107,7 +110,7 @@ def test_there_is_a_thread_on_each_core_up_to_eight(
 
 def test_where_cores_cannot_be_counted_processors_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
-    monkeypatch.setattr(runner_choice, "_num_usable_cores", lambda: 100)
+    monkeypatch.setattr(runner_choice, "num_usable_cores", lambda: 100)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert RunnerOptions().threads == 3
 
@@ -119,7 +122,7 @@ def test_there_are_no_more_threads_than_cores_that_may_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
-    monkeypatch.setattr(runner_choice, "_num_usable_cores", lambda: 3)
+    monkeypatch.setattr(runner_choice, "num_usable_cores", lambda: 3)
 
     assert RunnerOptions().threads == 3
 
@@ -276,6 +279,11 @@ COVERED_BYTES = 2 * 2 * 2 * 16 * 32
 LLAMA_BYTES = 2 * 2 * 2 * 16 * 8
 
 
+def unknown_llama() -> PreTrainedModel:
+    """Return a model that is run by its own class, and keeps what any Llama does."""
+    return family("Llama", {"mlp_bias": True})
+
+
 @pytest.mark.parametrize(
     ("model", "asked", "block_bytes"),
     [
@@ -288,7 +296,7 @@ LLAMA_BYTES = 2 * 2 * 2 * 16 * 8
             {"dtype": "bfloat16"},
             2 * LLAMA_BYTES,
         ),
-        (lambda: family("Gemma2"), {}, 4 * LLAMA_BYTES),
+        (unknown_llama, {}, 4 * LLAMA_BYTES),
     ],
 )
 def test_memory_is_as_many_blocks_as_it_holds(
@@ -314,7 +322,7 @@ def test_the_bytes_of_a_block_are_those_of_its_tensor() -> None:
     assert shape.block_bytes(torch.float32) == 4 * COVERED_BYTES
 
 
-@pytest.mark.parametrize("model", [lambda: decoder_model("Llama"), lambda: family("Gemma2")])
+@pytest.mark.parametrize("model", [lambda: decoder_model("Llama"), unknown_llama])
 def test_half_of_what_is_free_is_taken_where_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
@@ -325,6 +333,39 @@ def test_half_of_what_is_free_is_taken_where_nothing_is_said(
 
 def test_what_is_free_on_a_processor_is_what_the_system_has_available() -> None:
     assert 0 < free_memory(CPU) <= psutil.virtual_memory().total
+
+
+def hold_more_and_more(runner: ModelRunner, caches: list[KVCache]) -> None:
+    """Add 500 caches of four tokens to ``caches``."""
+    for _ in range(500):
+        caches.append(runner.new_cache())
+        runner.forward([Piece(IDS[:4], caches[-1])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "Llama"])
+def test_caches_of_short_sequences_take_no_more_memory_than_there_is(name: str) -> None:
+    memory = 1 << 18
+    runner = choose_runner(family(name), options(kv_memory=memory))
+    caches: list[KVCache] = []
+
+    with pytest.raises(OutOfBlocksError):
+        hold_more_and_more(runner, caches)
+
+    held = [cache.num_bytes for cache in caches if isinstance(cache, GenericCache)]
+    assert len(held) == len(caches) > 8
+    assert memory / 8 < sum(held) <= memory
+
+
+def test_memory_that_does_not_hold_the_state_of_one_sequence_is_an_error() -> None:
+    model = family("Mamba2")
+    found = check_model(model)
+    state_bytes = found.handling.num_state_blocks * found.block_bytes
+
+    with pytest.raises(RunnerChoiceError, match=f"the state of one .* which is {state_bytes}, and"):
+        choose_runner(model, options(kv_memory=state_bytes))
+
+    choose_runner(model, options(kv_memory=state_bytes + found.block_bytes))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -353,20 +394,53 @@ def test_weights_on_a_grid_are_kept_on_it(form: str) -> None:
         assert changed <= 1e-3 * matrix.abs().max(), "packing again changes next to nothing"
 
 
-@pytest.mark.parametrize("name", ["qkv", "down"])
-def test_all_kinds_of_weights_must_be_on_the_grid(name: str) -> None:
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_all_weights_must_be_on_the_grid(layer: int, name: str) -> None:
     weights = known_weights(covered_model())
     quantise(weights, "int4")
-    matrix = getattr(weights.layers[0], name)
+    matrix = getattr(weights.layers[layer], name)
     matrix.add_(0.05 * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
 
     assert nearest_lossless_format(weights) == "int8"
 
 
-def test_weights_that_are_all_zero_have_a_format_too() -> None:
+@pytest.mark.parametrize("part", [slice(0, 32), slice(-32, None)], ids=["first", "last"])
+def test_what_was_joined_to_one_matrix_must_be_on_it_too(part: slice) -> None:
     weights = known_weights(covered_model())
-    for layer in weights.layers:
-        layer.qkv.zero_()
-        layer.down.zero_()
+    quantise(weights, "int4")
+    matrix = weights.layers[0].qkv[part]
+    matrix.add_(0.05 * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
 
-    assert nearest_lossless_format(weights) in ("int4", "int8")
+    assert nearest_lossless_format(weights) == "int8"
+
+
+def test_weights_that_are_all_zero_are_on_every_grid() -> None:
+    weights = known_weights(covered_model())
+    quantise(weights, "int4")
+    for layer in weights.layers:
+        layer.o.zero_()
+
+    assert nearest_lossless_format(weights) == "int4"
+
+
+@pytest.mark.slow
+def test_the_embedded_model_was_published_in_4_bits() -> None:
+    model = AutoModelForCausalLM.from_pretrained(ensure_embedded_model(), dtype=torch.float32)
+
+    assert nearest_lossless_format(known_weights(model)) == "int4"
+
+
+# --- Torch's threads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "num_threads"),
+    [(covered_model, 1), (lambda: decoder_model("Llama"), 6), (lambda: family("Gemma2"), 6)],
+    ids=["compiled", "torch", "its own class"],
+)
+def test_torch_has_the_threads_that_are_not_wanted_elsewhere(model: Any, num_threads: int) -> None:
+    runner = choose_runner(model(), options())
+
+    assert runner.torch_threads(6) == num_threads
+    assert RunnerWrapper(runner).torch_threads(6) == num_threads

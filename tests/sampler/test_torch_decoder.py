@@ -129,7 +129,6 @@ def test_it_says_what_the_model_says_of_itself() -> None:
 
     assert runner.max_context == 128
     assert runner.runs_ahead
-    assert runner.continues_from_its_cache()
 
 
 def test_counters_count_positions_and_steps() -> None:

@@ -1,13 +1,16 @@
 """What is wrong with the command line is told in one line, before a model is loaded."""
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer import Typer
+from typer import BadParameter, Typer
 from typer.testing import CliRunner
 
 from sampler.embedded_model import EMBEDDED_MODEL_NAME
@@ -15,7 +18,7 @@ from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from server import command
 from server.command import main
-from server.command_options import DialectName
+from server.command_options import DialectName, parse_threads
 from server.engine_choice import EngineChoiceError, RemoteOptions
 from tests.tiny_model import tiny_model
 
@@ -130,10 +133,69 @@ def test_what_an_option_cannot_be_is_told_with_its_name(option: str) -> None:
     assert option.partition("=")[0] in result.output
 
 
+def test_threads_are_a_number_or_left_to_be_chosen() -> None:
+    assert parse_threads("auto") is None
+    assert parse_threads("3") == 3
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "all", ""])
+def test_threads_that_are_neither_are_told(text: str) -> None:
+    with pytest.raises(BadParameter, match=f"^expected auto, or a number .* not {text!r}$"):
+        parse_threads(text)
+
+
+@pytest.mark.parametrize("options", [["--threads", "auto"], ["--threads", "2"]])
+def test_the_command_takes_either(options: list[str]) -> None:
+    app = Typer()
+    app.command()(main)
+
+    result = CliRunner().invoke(app, ["--model", NO_MODEL, *options])
+
+    assert NO_MODEL in str(result.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
+    ids=["nothing", "to spin"],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another OpenMP")
+def test_threads_of_torch_sleep_where_they_wait_if_nothing_else_was_chosen(
+    chosen: dict[str, str], spins: str
+) -> None:
+    others = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "server", "--help"],
+        env=others | chosen | {"OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert f"GOMP_SPINCOUNT = '{spins}'" in ended.stderr
+
+
 def test_choices_that_make_no_sense_are_told(tmp_path: Path) -> None:
     assert "data directory" in ending_of(store=False, ledger=False, data_dir=tmp_path)
     assert "'app.example'" in ending_of(allow_origin=["https://a.example", "app.example"])
     assert "'box:80'" in ending_of(allow_host=["box:80"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is promised all the same")
+def test_more_memory_than_there_is_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(simulate=0.0, kv_memory=1e7, port=0, data_dir=tmp_path)
+
+    assert str(ended.value).startswith("server: there are no 10737418")
+
+
+def test_classes_of_models_are_not_loaded_before_there_is_a_model() -> None:
+    """They take a second or two, which a server without a model of its own need not wait for."""
+    check = "import sys, server.command; sys.exit('transformers.modeling_utils' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_a_bad_key_file_is_told_with_the_line(tmp_path: Path) -> None:
