@@ -110,6 +110,11 @@ class BlockPool:
         self._drain()
         return self._num_holders[block] > 1
 
+    def num_shared(self, blocks: Sequence[int]) -> int:
+        """Return how many of ``blocks`` have more than one holder."""
+        self._drain()
+        return sum(self._num_holders[block] > 1 for block in blocks)
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Return that many blocks, held once each.
 
@@ -193,6 +198,15 @@ class BlockPool:
         assert set(self._cached) == self._prefix_of.keys() - set(used)
         found = dict(_published(self._root))
         assert found == self._prefix_of, "the trie and its index agree"
+
+    def holders(self) -> dict[int, int]:
+        """Return how many hold each block that anybody holds. For tests."""
+        self._drain()
+        return {block: holders for block, holders in enumerate(self._num_holders) if holders}
+
+    def published(self) -> set[int]:
+        """Return the blocks that can be found by their content. For tests."""
+        return set(self._prefix_of)
 
     def _count_free(self) -> int:
         """Return how many there were when what was released was last looked at."""

@@ -5,19 +5,26 @@ from dataclasses import dataclass, field
 
 from sampler.waste import Rates
 
+_MEMORY = 10
+"""Values that an average is taken of, more or less."""
+
 
 @dataclass
 class Average:
-    """A mean that follows: each new value counts for a tenth, the first one for all."""
+    """A mean that follows: of the first ten values, and then each new one counts for a tenth.
+
+    The first one is often the worst: memory that nobody has touched, code that nobody has run. It
+    is to count for no more than the others.
+    """
 
     value: float
     """The guess before there is a value."""
-    is_guess: bool = True
+    num_values: int = 0
 
     def observe(self, value: float) -> None:
         """Take ``value`` in."""
-        self.value = value if self.is_guess else 0.9 * self.value + 0.1 * value
-        self.is_guess = False
+        self.num_values += 1
+        self.value += (value - self.value) / min(self.num_values, _MEMORY)
 
 
 @dataclass

@@ -14,7 +14,7 @@ class Counters:
     tokens_forwarded: int = 0
     """Positions that went through the model."""
     tokens_reforwarded: int = 0
-    """Those of them that had been through it before, for the same run."""
+    """Those of them that had been through it before, for the same run or warm-up."""
     tokens_sampled: int = 0
     forward_passes: int = 0
     """Times the model was run; sequences that share a pass count once."""

@@ -17,7 +17,7 @@ where a segment comes from:
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import assert_never
@@ -317,10 +317,14 @@ class Engine(ABC):
         """Return ``prompt`` with an empty cache, to be warmed up; None where that is of no use."""
         return None
 
-    async def warm_up(self, snapshot: Snapshot, others: Iterable[Snapshot] = ()) -> None:
+    async def warm_up(
+        self,
+        snapshot: Snapshot,
+        sources: Sources = Sources(),  # noqa: B008 - frozen
+    ) -> None:
         """Fill the cache of ``snapshot``, which is new, while no run wants the model.
 
-        What one of ``others`` holds of it is taken from there.
+        It starts from ``sources``, as a run does, and adds to what is found by their salt.
 
         Raises:
             EngineError: a model step failed; the snapshot is of no more use.

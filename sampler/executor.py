@@ -118,6 +118,10 @@ class Executor:
             self._mailbox = Mailbox()
         return TokenChannel(self._mailbox, self._window)
 
+    def prepare(self) -> None:
+        """Have everything ready that a step would wait for: where caches are swapped out to."""
+        self._tell(self._parked.prepare)
+
     def open(self, channel: TokenChannel) -> None:
         """Let no background work begin until ``channel`` is closed, or its consumer is slow."""
         self._tell(partial(self._segments.setdefault, channel))

@@ -53,8 +53,6 @@ class Job(ABC):
         self.token_ids = list(token_ids)
         self.cache = cache
         self.sharing = sharing
-        self.may_find_prefix = sharing is not None
-        """Whether it can start from what others publish: nothing has been forwarded yet."""
         self.is_stopped = False
         """Set by the event loop: nothing more is to be done."""
         self.is_over = False
@@ -65,6 +63,12 @@ class Job(ABC):
     def is_resumed(self) -> bool:
         """Whether it goes on where it was suspended."""
         return False
+
+    @property
+    def may_find_prefix(self) -> bool:
+        """Whether it can start from what others publish: it has forwarded nothing yet, or has lost
+        what it had."""
+        return self.sharing is not None and not self.cache.has_advanced
 
     @property
     def num_missing(self) -> int:
@@ -86,7 +90,6 @@ class Job(ABC):
     def lose_cache(self) -> None:
         """Give the memory up. What is missing then, which is all, is forwarded again."""
         self.cache.drop()
-        self.may_find_prefix = self.sharing is not None
 
     def undo(self, num_tokens: int) -> None:
         """Forget what was sampled behind the first ``num_tokens`` tokens: nobody has seen it.
@@ -107,6 +110,7 @@ class Job(ABC):
         """Hold the cache no longer. The job is over, and the event loop's."""
         del self.cache
 
+    @abstractmethod
     def forwarded(self, start: int, began_at: float) -> int:
         """Take note that the cache holds what comes from position ``start`` on.
 
@@ -117,7 +121,6 @@ class Job(ABC):
         Returns:
             How many of the tokens had been forwarded before.
         """
-        return 0
 
     @abstractmethod
     def advance(self, logits: Logits | None) -> list[Message]:
@@ -129,6 +132,14 @@ class Filling(Job):
     """Fills a cache ahead of those that will start from it. It samples nothing."""
 
     is_background = True
+    _num_forwarded = 0
+    """Positions that it has forwarded, or started from, at least once."""
+
+    def forwarded(self, start: int, began_at: float) -> int:
+        stop = self.cache.num_tokens
+        reforwarded = max(0, min(stop, self._num_forwarded) - start)
+        self._num_forwarded = max(self._num_forwarded, stop)
+        return reforwarded
 
     def advance(self, logits: Logits | None) -> list[Message]:
         self.is_over = self.num_missing == 0
@@ -186,8 +197,8 @@ class Decoding(Job):
             segment = self._run.segments[-1]
             segment.started_at = began_at
             segment.cached_tokens = start
-            if len(self._run.segments) == 1:
-                self._run.num_inherited = start
+        # What it starts from beyond what it has forwarded itself is another's.
+        self._run.num_inherited += max(0, start - self._run.num_forwarded)
         return self._run.record_forward(start, self.cache.num_tokens)
 
     def advance(self, logits: Logits | None) -> list[Message]:

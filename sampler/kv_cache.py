@@ -3,7 +3,8 @@
 ``GenericCache`` holds them in the model's own cache class. Nearly any causal LM of the transformers
 library works: sliding-window and hybrid caches too, because a run only ever appends. What does not
 (as of transformers 5.24) is Mamba 1 and Jamba, whose scan forgets its state at each piece of more
-than one token, and RWKV and RecurrentGemma, which keep their state elsewhere: loading refuses them.
+than one token, RWKV and RecurrentGemma, which keep their state elsewhere, and MiniMax (not M2 and
+M3) and xLSTM, which want caches that are no layers of this one: loading refuses them.
 
 ``PagedCache`` holds them in blocks of one large tensor, which caches share where they begin alike.
 
@@ -15,13 +16,16 @@ thread collects it.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from sampler import main_memory
 from sampler.cache_pool import BLOCK_SIZE, BlockPool, BlockTable, blocks_for
 from sampler.swap import SwapEntry, SwapStore
 
@@ -65,6 +69,8 @@ class KVCache(ABC):
         self.is_broken = False
         """True once a forward pass has failed on it half way: some layers may hold more positions
         than others. Only ``drop`` mends it."""
+        self.has_advanced = False
+        """Whether it holds what was forwarded on it, and not only what it has from other caches."""
         self._swapped_out: _SwappedOut | None = None
 
     @property
@@ -80,7 +86,19 @@ class KVCache(ABC):
     @property
     def num_own_blocks(self) -> int:
         """Blocks that would be free if it were dropped: those that are not shared."""
-        return sum(not self.table.pool.is_shared(block) for block in self.table.blocks)
+        return self.num_blocks - self.table.pool.num_shared(self.table.blocks)
+
+    @property
+    def num_blocks_alone(self) -> int:
+        """Blocks that it would hold if it shared none; as many as it does where it is swapped
+        out."""
+        return self._empty_table().needed(self.num_tokens)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Positions in those blocks, of a cache that is not swapped out."""
+        num_shared_blocks = self.num_blocks - self.num_own_blocks
+        return max(0, self.num_tokens - num_shared_blocks * BLOCK_SIZE)
 
     @property
     def is_swapped(self) -> bool:
@@ -98,16 +116,17 @@ class KVCache(ABC):
     def needed(self, num_new: int) -> int:
         """Return how many blocks must be free to append ``num_new`` positions.
 
-        While it is swapped out, those that it needs to come back are included.
+        While it is swapped out, those that it needs to come back are included, as if it could
+        share none.
         """
-        if self.is_swapped:
-            return blocks_for(self.num_tokens + num_new)
-        return self.table.needed(num_new)
+        num_to_come_back = self.num_tokens if self.is_swapped else 0
+        return self.table.needed(num_to_come_back + num_new)
 
     def advance(self, num_new: int) -> None:
         """Count ``num_new`` positions, for which there is room, as filled."""
         assert not self.is_swapped
         self.table.advance(num_new)
+        self.has_advanced = True
 
     def can_fork(self, num_tokens: int) -> bool:
         """Tell whether the first ``num_tokens`` positions, at most all, can be had by themselves.
@@ -115,6 +134,10 @@ class KVCache(ABC):
         What is swapped out must come back first.
         """
         return not self.is_broken and (num_tokens == self.num_tokens or self.can_truncate)
+
+    def needed_to_fork(self, num_tokens: int) -> int:
+        """Return how many blocks must be free to ``fork``, and to come back before that."""
+        return self.num_blocks_alone if self.is_swapped else 0
 
     def fork(self, num_tokens: int) -> Self | None:
         """Return a cache that holds the first ``num_tokens`` positions, or None where it cannot.
@@ -127,6 +150,7 @@ class KVCache(ABC):
             return None
         forked = copy.copy(self)
         forked.table = self._forked_table(num_tokens)
+        forked.has_advanced = False
         return forked
 
     def become(self, other: Self) -> None:
@@ -147,7 +171,7 @@ class KVCache(ABC):
             self._swapped_out.entry.delete()
         self._swapped_out = None
         self.table.drop()
-        self.is_broken = False
+        self.is_broken = self.has_advanced = False
 
     def swap_out(self, store: SwapStore) -> None:
         """Move the contents to a file of ``store`` and give all blocks back.
@@ -157,12 +181,16 @@ class KVCache(ABC):
         """
         assert not self.is_swapped
         assert not self.is_broken, "what is broken is to be dropped"
-        entry = store.put(map(_bytes_of, self._contents()), blocks_for(self.num_tokens))
+        entry = store.put(map(_bytes_of, self._contents()), self.num_blocks_alone)
         self._swapped_out = _SwappedOut(entry, self.num_tokens)
         self.table.drop()
 
-    def swap_in(self) -> None:
+    def swap_in(self, beginning: "KVCache | None" = None) -> None:
         """Move the contents back to new blocks.
+
+        Args:
+            beginning: a cache of the same kind that holds what this one begins with. Its full
+                blocks are shared.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -170,9 +198,13 @@ class KVCache(ABC):
         """
         assert self._swapped_out
         entry, num_tokens = self._swapped_out
-        table = _new_table(self.table.pool, num_tokens)
+        num_shared = beginning.num_tokens // BLOCK_SIZE if beginning else 0
+        table = self._empty_table()
+        if beginning is not None:
+            table = beginning.table.fork(num_shared * BLOCK_SIZE)
         try:
-            self._restore(entry, table.blocks)
+            _fill(table, num_tokens)
+            self._restore(entry, table.blocks, num_shared)
         except BaseException:
             table.drop()  # now: the traceback holds it
             raise
@@ -183,17 +215,44 @@ class KVCache(ABC):
     def _forked_table(self, num_tokens: int) -> BlockTable:
         return self.table.fork(num_tokens)
 
+    def _filled_table(self, num_tokens: int) -> BlockTable:
+        """Return a table of ``num_tokens`` positions that shares nothing."""
+        table = self._empty_table()
+        _fill(table, num_tokens)
+        return table
+
+    def _empty_table(self) -> BlockTable:
+        return BlockTable(self.table.pool)
+
     @abstractmethod
     def _contents(self) -> Iterable[Tensor]:
         """Return what is to be written when it is swapped out."""
 
     @abstractmethod
-    def _restore(self, entry: SwapEntry, blocks: Sequence[int]) -> None:
-        """Take back what was written, from ``entry`` to ``blocks``.
+    def _restore(self, entry: SwapEntry, blocks: Sequence[int], num_shared: int) -> None:
+        """Take back what was written, from ``entry`` to ``blocks``, of which the first
+        ``num_shared`` hold it already.
 
         Raises:
             SwapError: nothing has changed.
         """
+
+
+class _TableWithState(BlockTable):
+    """A table that shares no block, and has some more than its positions take.
+
+    They are for what a cache keeps of a sequence however long it is, like the state of a
+    recurrence. It holds them as soon as it holds a position.
+    """
+
+    def __init__(self, pool: BlockPool, num_state_blocks: int) -> None:
+        super().__init__(pool)
+        self._num_state_blocks = num_state_blocks
+
+    def _num_missing(self, num_new: int) -> int:
+        num_tokens = self.num_tokens + num_new
+        num_wanted = self._num_state_blocks + blocks_for(num_tokens) if num_tokens else 0
+        return max(0, num_wanted - len(self.blocks))
 
 
 class GenericCache(KVCache):
@@ -202,15 +261,31 @@ class GenericCache(KVCache):
     Forks share tensors by reference, yet count in full: it cannot be foreseen for how long.
     """
 
-    def __init__(self, config: PreTrainedConfig, pool: BlockPool) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, pool: BlockPool, num_state_blocks: int = 0
+    ) -> None:
+        """Make an empty cache for a model with ``config``.
+
+        Args:
+            config: says of which kind each layer is.
+            pool: what it is accounted for in.
+            num_state_blocks: what it takes as soon as it holds anything, beside its positions.
+        """
         super().__init__(pool)
         self._config = config
+        self._num_state_blocks = num_state_blocks
+        self.table = self._empty_table()
         self.layers = DynamicCache(config=config)
         self._vacated: list[_Place] = []
 
     @property
     def can_truncate(self) -> bool:
         return all(type(layer) is DynamicLayer for layer in self.layers.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """What its tensors take in memory."""
+        return sum(container[key].nbytes for container, key in self._places())
 
     def grow(self, num_new: int) -> None:
         """Make room for ``num_new`` more positions.
@@ -220,6 +295,9 @@ class GenericCache(KVCache):
         """
         assert not self.is_swapped
         self.table.grow(num_new)
+
+    def needed_to_fork(self, num_tokens: int) -> int:
+        return super().needed_to_fork(num_tokens) + self._empty_table().needed(num_tokens)
 
     def fork(self, num_tokens: int) -> Self | None:
         forked = super().fork(num_tokens)
@@ -250,12 +328,16 @@ class GenericCache(KVCache):
             container[key] = None
 
     def _forked_table(self, num_tokens: int) -> BlockTable:
-        return _new_table(self.table.pool, num_tokens)
+        return self._filled_table(num_tokens)
+
+    def _empty_table(self) -> BlockTable:
+        return _TableWithState(self.table.pool, self._num_state_blocks)
 
     def _contents(self) -> Iterable[Tensor]:
         return (container[key] for container, key in self._places())
 
-    def _restore(self, entry: SwapEntry, blocks: Sequence[int]) -> None:
+    def _restore(self, entry: SwapEntry, blocks: Sequence[int], num_shared: int) -> None:
+        assert num_shared == 0, "it is nowhere in particular"
         tensors = [torch.empty(place.shape, dtype=place.dtype) for place in self._vacated]
         entry.read_into(map(_bytes_of, tensors))
         for place, tensor in zip(self._vacated, tensors, strict=True):
@@ -281,8 +363,14 @@ class PagedStorage:
         self.shape = shape
         # (blocks, layers, keys and values, kv heads, BLOCK_SIZE * head_dim), on ``device``. Not set
         # to zero: so the memory of blocks that were never used is not resident.
-        size = (pool.num_blocks, shape.num_layers, 2, shape.num_kv_heads)
-        self.tensor = torch.empty(*size, BLOCK_SIZE * shape.head_dim, dtype=dtype, device=device)
+        outer = (pool.num_blocks, shape.num_layers, 2, shape.num_kv_heads)
+        size = (*outer, BLOCK_SIZE * shape.head_dim)
+        if torch.device(device).type == "cpu":
+            num_bytes = pool.num_blocks * shape.block_bytes(dtype)
+            memory = main_memory.empty(num_bytes, np.uint8)
+            self.tensor = torch.from_numpy(memory).view(dtype).view(size)
+        else:
+            self.tensor = torch.empty(size, dtype=dtype, device=device)
 
     def reserve(self) -> None:
         """Have the system hand over all of it now: else it does so page by page, at the first use
@@ -300,12 +388,12 @@ class PagedStorage:
         Args:
             salt: the one it was published with.
             token_ids: of a sequence, from its first on.
-            limit: the most positions that the cache is to hold.
+            limit: the most positions that the cache is to hold; none where it is negative.
         """
         blocks = self.pool.match(salt, token_ids[: blocks_for(limit) * BLOCK_SIZE])
         cache = self.new_cache()
         cache.table = BlockTable(self.pool, blocks, len(blocks) * BLOCK_SIZE)
-        cache.truncate(min(limit, cache.num_tokens))
+        cache.truncate(max(0, min(limit, cache.num_tokens)))
         return cache
 
     def copy_block(self, source: int, copy: int) -> None:
@@ -357,16 +445,22 @@ class PagedCache(KVCache):
         filled = self.table.blocks[: blocks_for(self.num_tokens)]
         return (self.storage.tensor[block] for block in filled)
 
-    def _restore(self, entry: SwapEntry, blocks: Sequence[int]) -> None:
-        entry.read_into(map(_bytes_of, self.storage.host_buffers(blocks)))
+    def _restore(self, entry: SwapEntry, blocks: Sequence[int], num_shared: int) -> None:
+        # What is shared is read all the same, for the checksum, and thrown away.
+        unused = torch.empty_like(self.storage.tensor[0], device="cpu")
+        buffers = chain(repeat(unused, num_shared), self.storage.host_buffers(blocks[num_shared:]))
+        entry.read_into(map(_bytes_of, buffers))
 
 
-def _new_table(pool: BlockPool, num_tokens: int) -> BlockTable:
-    """Return a table of ``num_tokens`` positions that shares nothing."""
-    table = BlockTable(pool)
-    table.grow(num_tokens)
-    table.advance(num_tokens)
-    return table
+def _fill(table: BlockTable, num_tokens: int) -> None:
+    """Let ``table``, whose last block is full, hold ``num_tokens`` positions.
+
+    Raises:
+        OutOfBlocksError: nothing has changed.
+    """
+    num_new = num_tokens - table.num_tokens
+    table.grow(num_new)
+    table.advance(num_new)
 
 
 def _forked(layer: Any, num_dropped: int) -> Any:

@@ -5,13 +5,14 @@ event loop knows of all caches, and who may start from them, by weak reference.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from weakref import WeakSet
 
 from sampler.cache_pool import BLOCK_SIZE, MemoryUse
 from sampler.capabilities import Capabilities
+from sampler.counters import Counters
 from sampler.engine_error import EngineError
 from sampler.executor import Executor, Pace
 from sampler.job import Decoding, Filling, Sharing
@@ -51,6 +52,9 @@ class LocalEngine(TokenEngine):
         swap_bytes: int | None = None,
         reuse_prefixes: bool = True,
         gathering_seconds: float = 0.002,
+        parks: Callable[
+            [SuspensionPolicy, Counters, Path | None, int | None], ParkedCaches
+        ] = ParkedCaches,
     ) -> None:
         """Sample with ``model``.
 
@@ -58,17 +62,18 @@ class LocalEngine(TokenEngine):
             model: what to run.
             max_forced_string: see ``GrammarCompiler``.
             prefill_chunk: the most tokens of prompts in one step; None for what suits the runner.
-            max_rows: the most runs that sample in one step; others wait for the next one.
+            max_rows: the most runs that sample in one step; where there are more, they take turns.
             suspend_policy: what becomes of the caches of suspended runs.
             swap_directory: where they are swapped out to; by default a temporary one.
             swap_bytes: the most that is swapped out.
             reuse_prefixes: whether prompts that begin alike are computed once.
             gathering_seconds: how long runs whose tokens are sampled one at a time wait for one
                 another, so that they share steps.
+            parks: makes what caches are parked in: for who wants to see what becomes of them.
         """
         prefill_chunk = prefill_chunk or model.runner.prefill_chunk
         policy = SuspensionPolicy(suspend_policy, prefill_chunk)
-        parked = ParkedCaches(policy, model.runner.counters, swap_directory, swap_bytes)
+        parked = parks(policy, model.runner.counters, swap_directory, swap_bytes)
         limits = Limits(prefill_chunk, max_rows, token_budget=prefill_chunk)
         stepper = Stepper(model.runner, limits, policy, parked, PATIENCE_SECONDS)
         pace = Pace(PATIENCE_SECONDS, gathering_seconds)
@@ -132,24 +137,25 @@ class _LocalBackend(TokenBackend):
         return self.executor.memory
 
     def new_session(self, run: Run, sources: Sources) -> "_LocalSession":
-        shares = sources.reuses_prefixes and self._reuses_prefixes
         decoding = Decoding(
             run,
             next(self._orders),
             self._new_cache(),
             self._stop_ids,
             self.max_context,
-            Sharing(sources.salt) if shares else None,
+            self._sharing(sources),
         )
         return _LocalSession(run, decoding, self.executor, next(iter(sources.snapshots), None))
 
     def new_snapshot(self, token_ids: Sequence[int]) -> Snapshot:
         return Snapshot(tuple(token_ids), self._new_cache())
 
-    async def warm_up(self, snapshot: Snapshot, source: Snapshot | None) -> None:
-        filling = Filling(next(self._orders), snapshot.token_ids, snapshot.cache)
+    async def warm_up(self, snapshot: Snapshot, sources: Sources) -> None:
+        filling = Filling(
+            next(self._orders), snapshot.token_ids, snapshot.cache, self._sharing(sources)
+        )
         filling.channel = self.executor.new_channel()
-        self.executor.start(filling, source)
+        self.executor.start(filling, next(iter(sources.snapshots), None))
         try:
             await filling.channel.receive()
         except asyncio.CancelledError:
@@ -162,13 +168,17 @@ class _LocalBackend(TokenBackend):
             del filling  # the traceback of an error that is kept must not keep the cache
 
     async def start(self) -> None:
-        pass  # the model is loaded, and the thread starts when there is something to do
+        self.executor.prepare()  # the model is loaded
 
     async def stop(self) -> None:
         pass  # the thread needs no event loop to end
 
     def close(self) -> None:
         self.executor.shut_down()
+
+    def _sharing(self, sources: Sources) -> Sharing | None:
+        shares = sources.reuses_prefixes and self._reuses_prefixes
+        return Sharing(sources.salt) if shares else None
 
     def _new_cache(self) -> KVCache:
         cache = self._runner.new_cache()

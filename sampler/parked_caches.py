@@ -4,17 +4,22 @@ A cache is parked when its run is suspended, and when it is over: then it stays 
 from, as long as somebody holds a snapshot of it. Here it is known by a weak reference only. Whoever
 lets go of the last other one frees it, and need not say so.
 
+No cache is worth a run: one that cannot be swapped out is discarded, and one that cannot be brought
+back is computed again, whatever the reason.
+
 Everything here belongs to the model thread.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 from weakref import WeakKeyDictionary, ref
 
+from sampler.cache_pool import OutOfBlocksError
 from sampler.counters import Counters
 from sampler.kv_cache import KVCache
 from sampler.suspension_policy import Eviction, Kind, Parked, SuspensionPolicy
@@ -48,7 +53,8 @@ class ParkedCaches:
         Args:
             policy: decides which one goes, and how.
             counters: where that is counted.
-            swap_directory: see ``SwapStore``. The store is made when it is needed.
+            swap_directory: see ``SwapStore``. The store is made by ``prepare``, or when it is
+                needed.
             swap_bytes: the most that may be swapped out.
         """
         self._policy = policy
@@ -62,6 +68,14 @@ class ParkedCaches:
     def num_swapped_blocks(self) -> int:
         """Blocks whose content is in files."""
         return self._store.num_blocks if self._store else 0
+
+    def prepare(self) -> None:
+        """Be ready to swap out, if that is possible now, and have what dead processes have left
+        removed."""
+        try:
+            self._ready_store()
+        except SwapError:
+            logger.warning("nothing can be swapped out for now", exc_info=True)
 
     def keep(self, cache: KVCache) -> None:
         """Park ``cache`` for those who may start from it."""
@@ -93,20 +107,28 @@ class ParkedCaches:
             self._parked(kept_only=kept_only), time.monotonic(), num_running_tokens
         )
 
-    def evict(self, eviction: Eviction) -> None:
-        """Have its blocks given back, unless nobody holds it any more."""
+    def evict(self, eviction: Eviction, num_running_tokens: int = 0) -> None:
+        """Have its blocks given back, unless nobody holds it any more.
+
+        How is decided anew: what it shared with those that went before it is its own now.
+        """
         assert isinstance(eviction.key, ref)
         cache = eviction.key()
-        if cache is not None:
-            self._dispose_of(cache, eviction.disposition)
+        if cache is not None and cache in self._stays:
+            parked = [_parked(cache, self._stays[cache])]
+            now = time.monotonic()
+            for decided in self._policy.eviction_order(parked, now, num_running_tokens):
+                self._dispose_of(cache, decided.disposition)
 
     def evict_all(self) -> None:
         """Have all blocks given back that can be."""
         for eviction in self.evictions(0):
             self.evict(eviction)
 
-    def swap_in(self, cache: KVCache) -> bool:
+    def swap_in(self, cache: KVCache, beginning: KVCache | None = None) -> bool:
         """Bring ``cache`` back, if it is swapped out; False if it is lost, and empty.
+
+        What it begins with is shared with ``beginning``, if there is such a cache.
 
         Raises:
             OutOfBlocksError: there is no room; nothing has changed.
@@ -115,8 +137,10 @@ class ParkedCaches:
             return True
         start = time.perf_counter()
         try:
-            cache.swap_in()
-        except SwapError:
+            cache.swap_in(beginning)
+        except OutOfBlocksError:
+            raise
+        except Exception:
             logger.warning("a swapped cache is lost, and computed again", exc_info=True)
             cache.drop()
             return False
@@ -133,23 +157,16 @@ class ParkedCaches:
     def _parked(self, *, kept_only: bool) -> Iterator[Parked]:
         for cache, stay in list(self._stays.items()):
             if stay.kind is Kind.KEPT or not kept_only:
-                yield Parked(
-                    ref(cache),
-                    stay.kind,
-                    cache.num_tokens,
-                    cache.num_blocks,
-                    stay.since,
-                    stay.tools,
-                )
+                yield _parked(cache, stay)
 
     def set_aside(self, cache: KVCache, num_running_tokens: int) -> bool:
         """Swap out a cache that is worked on, where that is better than to compute it again.
 
         Returns:
-            Whether it was: otherwise it is as it was, to be dropped.
+            Whether it was: otherwise it is to be dropped.
         """
         disposition = self._policy.preemption(
-            cache.num_tokens, cache.num_blocks, num_running_tokens
+            cache.num_own_tokens, cache.num_blocks, num_running_tokens
         )
         return disposition is Disposition.SWAP and self._swap_out(cache)
 
@@ -166,16 +183,16 @@ class ParkedCaches:
                 assert_never(disposition)
 
     def _swap_out(self, cache: KVCache) -> bool:
-        """Swap ``cache`` out; False if it cannot be, and then nothing has changed."""
+        """Swap ``cache`` out; False if it cannot be, and then it is to be dropped."""
         if cache.is_broken:
             return False
         num_blocks = cache.num_blocks
         start = time.perf_counter()
         try:
-            if self._store is None:
-                self._store = SwapStore(self._swap_directory, self._swap_bytes)
-            cache.swap_out(self._store)
-        except SwapError:
+            store = self._ready_store()
+            self._make_room(store, cache.num_blocks_alone)
+            cache.swap_out(store)
+        except Exception:
             logger.warning("a cache cannot be swapped out, and is discarded", exc_info=True)
             return False
         seconds = time.perf_counter() - start
@@ -184,9 +201,50 @@ class ParkedCaches:
         self._counters.tokens_swapped += cache.num_tokens
         return True
 
+    def _ready_store(self) -> SwapStore:
+        """Return the store, which is made if there is none.
+
+        Raises:
+            SwapError: it cannot be made now.
+        """
+        if self._store is None:
+            self._store = SwapStore(self._swap_directory, self._swap_bytes)
+        return self._store
+
+    def _make_room(self, store: SwapStore, num_blocks: int) -> None:
+        """Discard swapped caches that are only kept, the oldest first, where ``num_blocks`` blocks
+        can be swapped out then and not before."""
+        if num_blocks <= store.num_blocks_left:
+            return
+        kept = deque(self._kept_in_files())
+        reclaimable = sum(cache.num_blocks_alone for cache in kept)
+        if num_blocks > store.num_blocks_left + reclaimable:
+            return
+        while kept and num_blocks > store.num_blocks_left:
+            self._discard(kept.popleft())
+
+    def _kept_in_files(self) -> list[KVCache]:
+        """Return the swapped caches that are only kept, the oldest first."""
+        stays = [(cache, stay) for cache, stay in list(self._stays.items()) if cache.is_swapped]
+        stays.sort(key=lambda one: one[1].since)
+        return [cache for cache, stay in stays if stay.kind is Kind.KEPT]
+
     def _discard(self, cache: KVCache) -> None:
         if self._stays[cache].kind is Kind.SUSPENDED:
             self._counters.discards += 1
         else:
             self._counters.kept_discards += 1
         cache.drop()
+
+
+def _parked(cache: KVCache, stay: _Stay) -> Parked:
+    """Return what the policy is to know of ``cache``."""
+    return Parked(
+        ref(cache),
+        stay.kind,
+        cache.num_own_tokens,
+        cache.num_blocks,
+        stay.since,
+        stay.tools,
+        cache.num_blocks - cache.num_own_blocks,
+    )

@@ -4,13 +4,15 @@ A step forwards some tokens of some runs together. Decoding runs want one token 
 runs many; both share the memory of the block pool. The rules:
 
 **Who.** Every decoding run has its row in every step, so that no neighbour's prompt, however
-long, holds it up by more than one chunk. The oldest prefilling run has its next chunk; short
-prefills behind it share the step if they fit what is left of the budget. A chunk is never cut to
-fit: where a run's prompt is divided does not depend on its neighbours. Background work has one
-chunk in a step that nobody else wants.
+long, holds it up by more than one chunk; or, of more than a step may have (what the rows of a step
+take to work with is no memory of the pool), its turn, so that all go on at one pace. The oldest
+prefilling run has its next chunk; short prefills behind it share the step if they fit what is left
+of the budget. A chunk is never cut to fit: where a run's prompt is divided does not depend on its
+neighbours. Background work has one chunk in a step that nobody else wants.
 
 **In which order.** By the arrival of the run, not of the request for this step: a run that
-resumes after a tool call stands where it stood before.
+resumes after a tool call stands where it stood before. That goes for memory, and for prefills; a
+decoding run that waits for a row has room for its token as if it had one.
 
 **With which memory.** If the free blocks do not suffice, parked caches are evicted, in the order
 in which the policy wants them to go and as few as will do. If there are none left, active runs
@@ -18,9 +20,9 @@ give theirs up, the youngest first, swapped out or dropped; only to an older run
 is begun only if all of it has room, since half of one helps nobody and would be lost to the next
 older run.
 
-So the oldest run that wants the model always advances, if it fits the pool alone; it ends, and
-another one is the oldest. If it does not fit, it never will: it is reported, to fail with a
-reason. Hence no mix of runs can bring the engine to a halt.
+So the oldest run that wants the model always has room, if it fits the pool alone, and advances as
+soon as it has a row; it ends, and another one is the oldest. If it does not fit, it never will: it
+is reported, to fail with a reason. Hence no mix of runs can bring the engine to a halt.
 
 Blocks may be shared, and a shared block is not free before its last holder is gone. The counts
 that come in, of what an eviction frees, are therefore upper bounds, and so are the plans built on
@@ -68,7 +70,8 @@ class Limits:
     prefill_chunk: int
     """Tokens of one run's prefill in one step."""
     max_rows: int
-    """Decoding runs in one step."""
+    """Decoding runs in one step: it bounds what a step takes beside the pool, for logits and for
+    what a runner copies of the rows' keys and values."""
     token_budget: int
     """Tokens of all prefills in one step together."""
 
@@ -91,6 +94,8 @@ class SchedulerState:
     evictions: Callable[[], Sequence[Eviction]] = tuple
     """Gives the parked caches, the first to go first; called only if the free blocks do not
     suffice, because it takes time to put them in order."""
+    next_row: int = 0
+    """That of the plan before."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +113,15 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     """The oldest run's first."""
     num_blocks: int = 0
-    """Free blocks that the chunks take."""
+    """Free blocks that the chunks take, and those that wait for a row will."""
     evict: tuple[Eviction, ...] = ()
     """Parked caches, in this order."""
     preempt: tuple[Hashable, ...] = ()
-    """Active runs whose caches are dropped, the youngest first."""
+    """Active runs whose caches are swapped out or dropped, the youngest first."""
     too_large: tuple[Hashable, ...] = ()
     """Runs that would not fit if the whole pool were theirs."""
+    next_row: int = 0
+    """The order from which on decoding runs have the next rows, if not all can have one."""
 
 
 def schedule(state: SchedulerState) -> StepPlan:
@@ -131,11 +138,10 @@ class _Draft:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._queue = sorted(state.demands, key=lambda demand: (demand.is_background, demand.order))
-        self._rows_left = state.limits.max_rows
         self._prefill_left = state.limits.token_budget
         self._free = state.num_free
         self._num_blocks = 0
-        self._chunks: list[Chunk] = []
+        self._chunks: list[tuple[Demand, int]] = []
         self._evicted: list[Eviction] = []
         self._preempted: list[Hashable] = []
         self._too_large: list[Hashable] = []
@@ -158,32 +164,45 @@ class _Draft:
 
     def finish(self) -> StepPlan:
         """Return the plan."""
+        waiting = self._without_a_row()
+        left_out = set(waiting)
         return StepPlan(
-            chunks=tuple(self._chunks),
+            chunks=tuple(
+                Chunk(demand.key, num_tokens)
+                for demand, num_tokens in self._chunks
+                if demand.order not in left_out
+            ),
             num_blocks=self._num_blocks,
             evict=tuple(self._evicted),
             preempt=tuple(self._preempted),
             too_large=tuple(self._too_large),
+            next_row=waiting[0] if waiting else self._state.next_row,
         )
 
+    def _without_a_row(self) -> Sequence[int]:
+        """Return the orders of the decoding runs that have to wait, the next to have a row
+        first."""
+        orders = [demand.order for demand, _ in self._chunks if demand.num_missing == 1]
+        orders.sort(key=lambda order: order < self._state.next_row)
+        return orders[self._state.limits.max_rows :]
+
     def _num_tokens(self, demand: Demand) -> int:
-        """Return how many tokens the step has room for, memory aside: all of a chunk or none."""
+        """Return how many tokens the step has room for, memory and the number of rows aside: all of
+        a chunk or none."""
         if demand.is_background and self._is_contended:
             return 0
         if demand.num_missing == 1:
-            return min(1, self._rows_left)
+            return 1
         chunk = min(demand.num_missing, self._state.limits.prefill_chunk)
         return chunk if chunk <= self._prefill_left else 0
 
     def _add(self, demand: Demand, num_tokens: int) -> None:
-        if demand.num_missing == 1:
-            self._rows_left -= 1
-        else:
+        if demand.num_missing > 1:
             self._prefill_left -= num_tokens
         num_blocks = demand.blocks_needed(num_tokens)
         self._free -= num_blocks
         self._num_blocks += num_blocks
-        self._chunks.append(Chunk(demand.key, num_tokens))
+        self._chunks.append((demand, num_tokens))
 
     # ------------------------------------------------------------------------------- memory
 

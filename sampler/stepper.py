@@ -8,7 +8,8 @@ a job is swapped out, or dropped if that is cheaper: the job stays where it is i
 all its tokens are missing then, later steps forward them again.
 
 **A step that fails** is taken again row by row, by those whose caches it left whole. So only those
-fail that fail by themselves. If it ran out of memory, all parked caches go before that.
+fail that fail by themselves. If it ran out of memory, all parked caches go before that. A mistake
+in the planning of a step ends those that wanted to take part in it.
 
 Everything here belongs to the model thread, but for ``in_flight``.
 """
@@ -86,9 +87,12 @@ class Stepper:
         self._jobs: dict[Job, None] = {}
         self._queued_since: dict[Job, float] = {}
         """Of those that were suspended, lost their cache, and wait to be served again."""
+        self._next_row = 0
+        """See ``StepPlan.next_row``."""
         self._num_published = 0
         self._seen_by: dict[Job, int] = {}
-        """How much had been published when jobs that have not begun looked for their prefix."""
+        """How much had been published when jobs that hold nothing of their own looked for their
+        prefix."""
 
     @property
     def memory(self) -> MemoryUse:
@@ -149,15 +153,17 @@ class Stepper:
         Args:
             may_warm_up: whether jobs in the background may take part, if nobody else does.
         """
+        ready = self._ready(may_warm_up=may_warm_up)
         try:
-            return self._step(may_warm_up=may_warm_up)
+            return self._step(ready)
         except Exception as error:  # noqa: BLE001  a mistake made here would be made for ever
-            return [told for job in list(self._jobs) for told in self._fail(job, error)]
+            failed = [job for job in ready if job in self._jobs]
+            return [told for job in failed for told in self._fail(job, error)]
         finally:
             self.in_flight = ()
 
-    def _step(self, *, may_warm_up: bool) -> Told | None:
-        told, rows = self._prepare(may_warm_up=may_warm_up)
+    def _step(self, ready: Sequence[Job]) -> Told | None:
+        told, rows = self._prepare(ready)
         # Whoever stops a job says so and then looks here, so it has to be the other way round.
         self.in_flight = [row.job for row in rows]
         rows = [row for row in rows if not row.job.is_stopped]
@@ -167,13 +173,15 @@ class Stepper:
 
     # --- Who takes part --------------------------------------------------------------------------
 
-    def _prepare(self, *, may_warm_up: bool) -> tuple[Told, list[_Row]]:
-        """Return the rows of the next step, their memory at hand, and what there is to tell of
-        those that can never take part."""
+    def _ready(self, *, may_warm_up: bool) -> Sequence[Job]:
+        """Return the jobs that want to take part in the next step, and may."""
         ready = [job for job in self._jobs if job.is_ready]
         foreground = [job for job in ready if not job.is_background]
-        if foreground or not may_warm_up:
-            ready = foreground
+        return foreground if foreground or not may_warm_up else ready
+
+    def _prepare(self, ready: Sequence[Job]) -> tuple[Told, list[_Row]]:
+        """Return the rows of the next step, their memory at hand, and what there is to tell of
+        those that can never take part."""
         for job in ready:
             if job.may_find_prefix:
                 self._find_prefix(job)
@@ -195,11 +203,12 @@ class Stepper:
         In steady decoding that is so at nearly every step, and planning one would take longer than
         all else that is done for it here.
         """
-        # A token takes a new block at most, and a copy of one that is shared.
+        # A token takes a new block at most, and a copy of one that is shared; where the cache holds
+        # no blocks, being empty or swapped out, more.
         return (
             len(jobs) <= self._limits.max_rows
             and 2 * len(jobs) <= self.pool.num_free
-            and all(job.num_missing == 1 and not job.cache.is_swapped for job in jobs)
+            and all(job.num_missing == 1 and job.cache.num_blocks for job in jobs)
         )
 
     def _plan(self, ready: Sequence[Job]) -> StepPlan:
@@ -207,11 +216,12 @@ class Stepper:
         while True:
             plan = schedule(self._state(ready))
             for eviction in plan.evict:
-                self._parked.evict(eviction)
+                self._parked.evict(eviction, self._num_running_tokens())
             for key in plan.preempt:
                 self._preempt(_job(key))
             # What was evicted may have shared blocks with others, which are not free then.
             if plan.num_blocks <= self.pool.num_free or not (plan.evict or plan.preempt):
+                self._next_row = plan.next_row
                 return plan
 
     def _state(self, ready: Sequence[Job]) -> SchedulerState:
@@ -224,7 +234,12 @@ class Stepper:
             kept_only=all(job.is_background for job in ready),
         )
         return SchedulerState(
-            demands, self.pool.num_free, self.pool.num_blocks, self._limits, evictions
+            demands,
+            self.pool.num_free,
+            self.pool.num_blocks,
+            self._limits,
+            evictions,
+            self._next_row,
         )
 
     def _is_idle(self, job: Job) -> bool:
@@ -239,6 +254,7 @@ class Stepper:
 
     def _preempt(self, job: Job) -> None:
         self._counters.preemptions += 1
+        self._seen_by.pop(job, None)  # it may find again what it has to give back
         if not self._parked.set_aside(job.cache, self._num_running_tokens()):
             job.lose_cache()
 
@@ -248,9 +264,16 @@ class Stepper:
     def _is_resident(self, job: Job) -> bool:
         """Bring its cache back, if it is swapped out; False if the job has to wait for a step."""
         try:
-            return self._parked.swap_in(job.cache)
+            return self._parked.swap_in(job.cache, self._beginning_of(job))
         except OutOfBlocksError:
             return False
+
+    def _beginning_of(self, job: Job) -> KVCache | None:
+        """Return a cache that has what ``job`` has swapped out, or its beginning, if others do."""
+        if not job.cache.is_swapped or job.sharing is None:
+            return None
+        token_ids = job.token_ids[: job.cache.num_tokens]
+        return self._runner.find_prefix(job.sharing.salt, token_ids)
 
     def _refuse(self, jobs: Iterable[Job]) -> Told:
         error = OutOfBlocksError(f"it needs more than all {self.pool.num_blocks} blocks")
@@ -281,16 +304,18 @@ class Stepper:
             self._runner.publish(job.sharing.salt, token_ids, job.cache)
 
     def _fork(self, cache: KVCache, num_tokens: int) -> KVCache | None:
-        """Return a fork of ``cache``, if it can be had at the price of what is parked."""
+        """Return a fork of ``cache``, if it can be had at the price of what is only kept."""
         evictions: deque[Eviction] | None = None
         while True:
             try:
                 return cache.fork(num_tokens) if self._parked.swap_in(cache) else None
             except OutOfBlocksError:
+                needed = cache.needed_to_fork(num_tokens)
                 if evictions is None:
                     others = self._parked.evictions(0, kept_only=True)
                     evictions = deque(one for one in others if not _is_of(one, cache))
-                if not evictions:
+                reclaimable = sum(eviction.num_blocks for eviction in evictions)
+                if not evictions or needed > self.pool.num_free + reclaimable:
                     return None
                 self._parked.evict(evictions.popleft())
 
@@ -313,9 +338,11 @@ class Stepper:
             return self._fail(job, outcome)
         try:
             self._account(row, began_at)
-            if row.num_tokens > 1 and outcome is not None:
+            told = self._go_on(job, outcome)
+            # Not before: where the model gave no numbers, nobody else is to have them.
+            if row.num_tokens > 1 and outcome is not None and not job.is_over:
                 self._publish(job)
-            return self._go_on(job, outcome)
+            return told
         except Exception as error:  # noqa: BLE001  a grammar may fail
             return self._fail(job, error)
 
@@ -332,9 +359,7 @@ class Stepper:
     def _account(self, row: _Row, began_at: float) -> None:
         job = row.job
         self._counters.tokens_reforwarded += job.forwarded(row.start, began_at)
-        if job.may_find_prefix:
-            job.may_find_prefix = False
-            self._seen_by.pop(job, None)
+        self._seen_by.pop(job, None)
         if self._queued_since and (since := self._queued_since.pop(job, None)) is not None:
             self._costs.observe_requeue(began_at - since)
 

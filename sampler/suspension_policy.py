@@ -5,7 +5,8 @@ resume from it is free. The policy speaks when a run that wants the model does n
 Then it puts the parked caches in the order in which they are to go.
 
 1.  Caches that are only KEPT, in case a later request continues them, go first, the least
-    recently used before the others, and are discarded: nobody waits for them.
+    recently used before the others, and are discarded: nobody waits for them. Those that share
+    all of their blocks go after the rest, for by itself none of them frees any.
 
 2.  Then those of SUSPENDED runs, which will be needed for certain, but not known when. What a
     cache costs is counted in token-seconds (`sampler.waste`). To evict it costs ``e``, the
@@ -23,7 +24,9 @@ Then it puts the parked caches in the order in which they are to go.
         (e - min keep(t)) / blocks
 
     the smallest first. It is zero for all whose time to live is over; of these the one that is
-    expected to lie there longest goes first.
+    expected to lie there longest goes first. What is shared with other caches counts neither as
+    freed nor as wasted: it stays, with those who use it, and whoever was discarded finds it there
+    again. A cache that shares all of its blocks goes last.
 
 ``T`` is learned for each tool from its past calls, given how long this one has taken already
 (`sampler.tool_times`). For a tool never seen, or a call longer than any before, the rule above
@@ -40,6 +43,7 @@ Everything here belongs to the model thread. There is no clock: time comes in as
 monotonic seconds.
 """
 
+import math
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
@@ -77,12 +81,20 @@ class Parked:
     key: Hashable
     kind: Kind
     num_tokens: int
+    """Positions in it that no other cache shares."""
     num_blocks: int
-    """At most so many blocks become free when it goes: what others share stays."""
+    """Blocks that it holds, and that are written if it is swapped out."""
     since: float
     """When it was suspended, or last used."""
     tools: tuple[str, ...] = ()
     """Names of the tools its run waits for."""
+    num_shared_blocks: int = 0
+    """Blocks of it that do not become free when it goes, because others hold them too."""
+
+    @property
+    def num_own_blocks(self) -> int:
+        """Blocks that become free when it goes."""
+        return self.num_blocks - self.num_shared_blocks
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ class Eviction:
 
     key: Hashable
     num_blocks: int
-    """At most so many blocks become free by it."""
+    """At most so many blocks become free by it, and by those before it that share them."""
     disposition: Disposition
 
 
@@ -128,7 +140,8 @@ class SuspensionPolicy:
         ``num_running_tokens`` are the positions in the caches of the runs that are sampling.
         """
         holders = [cache for cache in parked if cache.num_blocks]
-        kept = sorted((c for c in holders if c.kind is Kind.KEPT), key=lambda c: c.since)
+        kept = [c for c in holders if c.kind is Kind.KEPT]
+        kept.sort(key=lambda cache: (not cache.num_own_blocks, cache.since))
         suspended = [c for c in holders if c.kind is Kind.SUSPENDED]
         return [
             *(Eviction(c.key, c.num_blocks, Disposition.DISCARD) for c in kept),
@@ -152,7 +165,7 @@ class SuspensionPolicy:
         if self._mode is Mode.AUTO:
             outlooks.sort(key=lambda outlook: outlook.rank)
         else:
-            outlooks.sort(key=lambda outlook: outlook.cache.since)
+            outlooks.sort(key=lambda o: (not o.cache.num_own_blocks, o.cache.since))
         return [Eviction(o.cache.key, o.cache.num_blocks, self._way_out(o)) for o in outlooks]
 
     def _way_out(self, outlook: "_Outlook") -> Disposition:
@@ -180,9 +193,13 @@ class _Outlook:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What evicting it adds to the waste, per block, and then the longest wait first."""
+        """What evicting it adds to the waste, for each block that it frees, and then the longest
+        wait first."""
         added = self._eviction_waste - self._keep_waste
-        return added / self.cache.num_blocks, -self._remaining.expected(TIME_LIMIT_SECONDS)
+        num_freed = self.cache.num_own_blocks
+        return added / num_freed if num_freed else math.inf, -self._remaining.expected(
+            TIME_LIMIT_SECONDS
+        )
 
     def _choices(self) -> Iterator[tuple[float, float]]:
         """Yield the waste and the seconds of each time to live that can be the best.

@@ -1,15 +1,18 @@
 """What is swapped out, in files that do not outlive the process.
 
 Below the directory that is given, each user has one directory, and in it each process has one of
-its own, with a lock that the process holds as long as it lives. So whoever starts next can tell
-what a dead process has left, which it removes, from what a living one still needs. Files and
-directories are the user's alone: they hold what was said in conversations.
+its own, beside a lock that the process holds as long as it lives, and before it makes the
+directory. So whoever starts next can tell what a dead process has left, which it removes, from what
+a living one still needs, and no process ever waits for another. Files and directories are the
+user's alone: they hold what was said in conversations.
 
 A file is written under another name and then renamed, with a header that says how long it is and
 what its checksum is. What comes back is what was written, or a ``SwapError``.
 """
 
+import math
 import os
+import secrets
 import shutil
 import stat
 import struct
@@ -25,12 +28,9 @@ from threading import Thread
 from typing import BinaryIO, NamedTuple
 from weakref import finalize
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 Bytes = bytes | bytearray | memoryview
-
-_START_TIMEOUT_SECONDS = 30.0
-"""How long to wait for other processes that are starting, each of which removes leftovers."""
 
 _MAGIC = b"kv-swap1"
 _HEADER = struct.Struct("<8sQQI")
@@ -106,7 +106,9 @@ class SwapStore:
     """
 
     def __init__(self, directory: Path | None = None, capacity_bytes: int | None = None) -> None:
-        """Make the directory, and remove what dead processes have left beside it.
+        """Make the directory, and have what dead processes have left beside it removed.
+
+        That may be much, and goes on after this returns, on a thread of its own.
 
         Args:
             directory: where; by default in the system's directory for temporary files, which on
@@ -119,7 +121,7 @@ class SwapStore:
         self.capacity_bytes = capacity_bytes
         try:
             self.directory, lock = _own_directory(directory or Path(tempfile.gettempdir()))
-        except (OSError, Timeout) as error:
+        except OSError as error:
             raise SwapError(f"cannot make a directory to swap out to: {error}") from error
         self._serials = count()
         # Entries are forgotten by whatever thread collects them: each access is a single operation.
@@ -131,6 +133,10 @@ class SwapStore:
         Thread(target=_remove_files, args=(self._doomed,), name="swap", daemon=True).start()
         # What is not closed is closed when it is collected, or the interpreter ends.
         self._close = finalize(self, _end, self._doomed, self.directory, lock)
+        # Not the thread above: what is deleted here is not to wait for it.
+        Thread(
+            target=_remove_leftovers, args=(self.directory,), name="swap leftovers", daemon=True
+        ).start()
 
     @property
     def num_blocks(self) -> int:
@@ -141,6 +147,18 @@ class SwapStore:
     def num_bytes(self) -> int:
         """Bytes of all files, headers included."""
         return sum(num_bytes for _, num_bytes in list(self._sizes.values()))
+
+    @property
+    def num_blocks_left(self) -> float:
+        """Blocks that can still be swapped out, if each takes what those do that are here."""
+        sizes = list(self._sizes.values())
+        num_blocks = sum(num_blocks for num_blocks, _ in sizes)
+        num_bytes = sum(num_bytes for _, num_bytes in sizes)
+        content_bytes = num_bytes - _HEADER.size * len(sizes)
+        if self.capacity_bytes is None or not content_bytes:
+            return math.inf
+        bytes_left = max(0, self.capacity_bytes - num_bytes - _HEADER.size)
+        return bytes_left * num_blocks // content_bytes
 
     def put(self, chunks: Iterable[Bytes], num_blocks: int) -> SwapEntry:
         """Write ``chunks``, contiguous ones, to a new file. They count as ``num_blocks`` blocks.
@@ -202,14 +220,16 @@ def _write_all(file: FileIO, chunk: Bytes) -> None:
 
 def _own_directory(parent: Path) -> tuple[Path, FileLock]:
     """Return a new directory for this process, and the lock that says it lives."""
-    root = _users_directory(parent)
-    # While a process makes its directory and locks it, nobody may take it for a leftover.
-    with FileLock(root / "lock", timeout=_START_TIMEOUT_SECONDS):
-        for leftover in filter(Path.is_dir, root.iterdir()):
-            _remove_if_dead(leftover)
-        directory = Path(tempfile.mkdtemp(prefix="process-", dir=root))
-        lock = _life_lock(directory)
-        lock.acquire(blocking=False)
+    directory = _users_directory(parent) / f"process-{secrets.token_hex(8)}"
+    # The lock comes first, or the directory could be taken for a leftover in between. Nobody else
+    # knows the name yet, so it is free.
+    lock = _life_lock(directory)
+    lock.acquire(blocking=False)
+    try:
+        directory.mkdir(mode=0o700)
+    except BaseException:
+        _remove(directory, lock)
+        raise
     return directory, lock
 
 
@@ -227,12 +247,20 @@ def _users_directory(parent: Path) -> Path:
 
 def _life_lock(directory: Path) -> FileLock:
     # Whatever thread closes the store lets go of it.
-    return FileLock(directory / "lock", thread_local=False)
+    return FileLock(directory.with_suffix(".lock"), thread_local=False)
+
+
+def _remove_leftovers(own: Path) -> None:
+    """Remove what dead processes have left beside ``own``, the directory of this one."""
+    with suppress(OSError):  # the directory above is gone too
+        for directory in filter(Path.is_dir, own.parent.iterdir()):
+            if directory != own:
+                _remove_if_dead(directory)
 
 
 def _remove_if_dead(directory: Path) -> None:
     lock = _life_lock(directory)
-    with suppress(OSError, Timeout):  # in use, or removed by its own process in this moment
+    with suppress(OSError):  # in use, or removed by its own process in this moment
         lock.acquire(blocking=False)
         _remove(directory, lock)
 
@@ -249,6 +277,9 @@ def _end(doomed: "SimpleQueue[Path | None]", directory: Path, lock: FileLock) ->
 
 
 def _remove(directory: Path, lock: FileLock) -> None:
-    # Not the other way round: some systems do not remove what is open.
+    # In this order: some systems do not remove what is open, and a directory without a lock is one
+    # that the next process removes, should this one die meanwhile.
     lock.release()
+    with suppress(OSError):
+        os.unlink(lock.lock_file)
     shutil.rmtree(directory, ignore_errors=True)

@@ -103,9 +103,9 @@ class TokenBackend(ABC):
         """Return ``token_ids`` with an empty cache, to be warmed up, if caches are kept here."""
         return None
 
-    async def warm_up(self, snapshot: Snapshot, source: Snapshot | None) -> None:
-        """Fill the cache of ``snapshot`` while no run wants the model, beginning with what
-        ``source`` holds of it.
+    async def warm_up(self, snapshot: Snapshot, sources: Sources) -> None:
+        """Fill the cache of ``snapshot`` while no run wants the model. It may start from
+        ``sources``: of their snapshots there is one at most.
 
         Raises:
             EngineError: a model step failed.

@@ -14,7 +14,7 @@ come back through a channel, a few at once where the model is faster than the ev
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -271,18 +271,24 @@ class TokenEngine(Engine):
             _of_tokens(prompt).token_ids if isinstance(prompt, Prompt) else prompt
         )
 
-    async def warm_up(self, snapshot: Snapshot, others: Iterable[Snapshot] = ()) -> None:
+    async def warm_up(
+        self,
+        snapshot: Snapshot,
+        sources: Sources = Sources(),  # noqa: B008 - frozen
+    ) -> None:
         """Fill the cache of ``snapshot``, which is new, while no run wants the model, chunk by
         chunk.
 
-        What one of ``others`` holds of it is taken from there. One cache is filled after the other,
+        It starts from ``sources``, as a run does. One cache is filled after the other,
         and a run that comes waits for one chunk. On cancellation what has been filled stays, and
         can be shared; to go on filling it is no mistake.
 
         Raises:
             EngineError: a model step failed; the snapshot is of no more use.
         """
-        await self._backend.warm_up(snapshot, closest(snapshot.token_ids, others))
+        source = closest(snapshot.token_ids, sources.snapshots)
+        only = replace(sources, snapshots=[source] if source else [])
+        await self._backend.warm_up(snapshot, only)
 
     def _begin(self, run: Run, prompt: Prompt, sources: Sources) -> None:
         token_ids = _of_tokens(prompt).token_ids

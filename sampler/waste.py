@@ -5,7 +5,8 @@ computed again (discard). InferCept brings the three to one unit: positions of c
 nobody, times the seconds for which they do so. (Times the bytes of a position it would be
 byte-seconds; that factor is the same everywhere, so it is left out.) With
 
-    C    tokens in the cache of the suspended run, in b blocks
+    C    tokens in the cache of the suspended run that no other cache shares
+    b    blocks of the cache, the shared ones included: all are written
     R    tokens in the caches of the runs that are sampling meanwhile
     T    seconds that the tool takes
     Q    seconds that a run without a cache waits, when it is back, before it is served
@@ -75,9 +76,9 @@ class Suspended:
     """The facts of one suspension on which its waste depends."""
 
     num_tokens: int
-    """Positions in its cache."""
+    """Positions in its cache that no other one shares."""
     num_blocks: int
-    """Blocks that hold them."""
+    """All blocks of it, the shared ones included."""
     num_running_tokens: int = 0
     """Positions in the caches of the runs that sample meanwhile."""
 

@@ -286,7 +286,7 @@ class Connection:
 
     async def _fill(self, snapshot: Snapshot) -> None:
         with suppress(EngineError):  # whoever follows prefills it again
-            await self.services.engine.warm_up(snapshot, self.memory.sources.snapshots)
+            await self.services.engine.warm_up(snapshot, self.memory.sources)
 
     def stop_warming_up(self, response_id: str) -> None:
         """Leave a cache as far as it was filled."""

@@ -15,6 +15,15 @@ def test_an_average_follows_what_it_sees_and_drops_its_guess_at_once() -> None:
     assert average.value == pytest.approx(3.0, abs=0.02)
 
 
+def test_the_first_value_of_an_average_counts_for_no_more_than_the_next_ones() -> None:
+    average = Average(100.0)
+
+    for value in (50.0, *[1.0] * 9):
+        average.observe(value)
+
+    assert average.value == pytest.approx(5.9)
+
+
 def test_the_price_of_a_step_and_of_a_token_are_told_apart() -> None:
     costs = Costs()
     for num_tokens in (1, 8, 64, 256):

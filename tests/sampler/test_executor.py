@@ -5,30 +5,35 @@ that a run whose cache is not what it should be says something else than alone.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, closing, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sampler.cache_pool import BlockPool, blocks_for
+from sampler.cache_pool import BLOCK_SIZE, BlockPool, blocks_for
 from sampler.decoder_weights import decoder_weights
 from sampler.engine import ContextLengthExceededError, EngineError, Resumption, ToolCaller
 from sampler.kv_cache import KVCache, KVShape, PagedStorage
 from sampler.local_engine import WINDOW, LocalEngine
-from sampler.model_runner import GenericRunner, ModelRunner, Piece, RunnerWrapper
-from sampler.outputs import ReasoningDone, SegmentEnded, TextDelta
+from sampler.model_runner import GenericRunner, Handling, ModelRunner, Piece, RunnerWrapper
+from sampler.outputs import Output, ReasoningDone, SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
+from sampler.parked_caches import ParkedCaches
 from sampler.run import Run, RunState, StopReason
 from sampler.sampling import Certain, Logits
 from sampler.snapshot import Sources
 from sampler.suspension import Suspension
-from sampler.suspension_policy import Mode
+from sampler.suspension_policy import Mode, SuspensionPolicy
+from sampler.swap import SwapEntry, SwapStore
 from sampler.torch_decoder import TorchDecoder
 from tests.sampler.runs import (
     CALL_OSLO,
@@ -43,7 +48,7 @@ from tests.sampler.runs import (
     steered_model,
     until_suspended,
 )
-from tests.tiny_model import IM_END
+from tests.tiny_model import IM_END, WEATHER
 
 SEEDED = SamplingParams(temperature=1, seed=3)
 NUM_LETTERS = 20
@@ -239,6 +244,47 @@ async def test_no_more_rows_than_are_allowed_share_a_step(runner: Runner) -> Non
         assert max(rows) == 2
 
 
+async def test_runs_that_share_too_few_rows_have_them_in_turn() -> None:
+    with serving(paged, max_rows=2) as engine:
+        gate, steps = Gate(), list[list[KVCache]]()
+
+        def watch(pieces: Sequence[Piece]) -> None:
+            gate.pass_through()
+            steps.append([piece.cache for piece in pieces])
+
+        watched(engine).before_step = watch
+        # So few tokens that none waits for its consumer.
+        params = replace(SEEDED, max_output_tokens=WINDOW - 1)
+        runs = [engine.open_run(f"{i}", [5 + i] * 4, params, Constraint()) for i in range(5)]
+        watched(engine).steering = lambda _: [70, 71, 72]
+        sampling = [asyncio.ensure_future(sample(engine, run)) for run in runs]
+        await gate.wait_until_begun()
+        await let_the_loop_turn()
+        gate.open()
+        await asyncio.gather(*sampling)
+
+        for cache in {cache for step in steps for cache in step}:
+            places = [place for place, step in enumerate(steps) if cache in step]
+            waits = [after - before for before, after in pairwise(places)]
+            assert max(waits) <= 3, "two of five runs have a row in each step"
+
+
+async def test_a_run_of_one_token_waits_for_room_for_its_state_too() -> None:
+    def with_state(num_blocks: int) -> ModelRunner:
+        pool, handling = BlockPool(num_blocks), Handling(num_state_blocks=4)
+        return GenericRunner(llama(), pool=pool, is_exact=True, handling=handling)
+
+    params = replace(SEEDED, max_output_tokens=8)
+    with serving(with_state, num_blocks=9, gathering_seconds=1) as engine:
+        watched(engine).steering = lambda _: [70, 71, 72]
+        runs = [engine.open_run(str(ids), ids, params, Constraint()) for ids in ([5] * 4, [5])]
+
+        await asyncio.gather(*(sample(engine, run) for run in runs))
+
+        assert [len(run.tokens) for run in runs] == [12, 9]
+        assert max(map(len, watched(engine).steps)) == 1
+
+
 @both
 async def test_a_long_prompt_holds_a_neighbour_up_by_a_chunk_at_a_time(runner: Runner) -> None:
     with serving(runner, prefill_chunk=16, gathering_seconds=5) as engine:
@@ -431,6 +477,43 @@ async def test_twenty_suspended_runs_all_end_in_a_pool_for_six(
         await assert_all_is_free(engine)
 
 
+async def test_a_run_that_resumes_is_read_before_those_that_came_after_it() -> None:
+    with serving(paged, prefill_chunk=4) as engine:
+        [first] = await open_runs(engine, 1)
+        second = engine.open_run("second", [6] * 80, SEEDED, Constraint())
+        may_go_on, gate = asyncio.Event(), Gate()
+        readers: list[Run] = []
+
+        def note(pieces: Sequence[Piece]) -> None:
+            chunks = [piece for piece in pieces if len(piece.token_ids) > 1]
+            readers.extend(first if piece.cache is first_cache else second for piece in chunks)
+            if len(readers) == 3:
+                gate.pass_through()
+
+        async with aclosing(engine.sample(first, answering(engine, first, may_go_on))) as outputs:
+            await until_suspended(outputs)
+            first_cache = engine.snapshot(first).cache
+            watched(engine).before_step = note
+            sampling = asyncio.ensure_future(sample(engine, second))
+            await gate.wait_until_begun()
+            may_go_on.set()
+            going_on = asyncio.ensure_future(anext(outputs))
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                while len(first.segments) == 1 or first.segments[1].handed_at is None:
+                    await let_the_loop_turn()
+            gate.open()
+            await going_on
+            async for _ in outputs:
+                pass
+        await sampling
+
+        since = readers.index(first)
+        num_chunks = readers.count(first)
+        assert num_chunks >= 3
+        assert readers[since:] == [first] * num_chunks + [second] * (20 - since)
+        assert since <= 4, "it came amid the other's prompt"
+
+
 def damage_files(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_file() and (size := path.stat().st_size):
@@ -477,6 +560,265 @@ async def test_what_cannot_be_swapped_out_is_discarded(
         assert "cannot be swapped out" in caplog.text
 
 
+async def test_a_suspended_run_that_was_discarded_finds_what_is_still_there() -> None:
+    alone = await sampled_alone(paged, 1)
+    with serving(paged, suspend_policy=Mode.DISCARD) as engine:
+        [run] = await open_runs(engine, 1)
+        client = Client(engine, run)
+
+        await sample(engine, run, client)
+
+        assert logs([run]) == alone
+        assert engine.counters.discards == 1
+        num_held = client.suspensions[0].num_tokens - 1
+        assert engine.counters.tokens_reforwarded == num_held % BLOCK_SIZE
+        assert run.segments[1].cached_tokens == num_held - num_held % BLOCK_SIZE
+        assert run.num_inherited == 0
+
+
+async def test_what_a_discarded_run_finds_beyond_what_it_had_is_of_another() -> None:
+    with serving(paged, suspend_policy=Mode.DISCARD) as engine:
+        [first], [second] = await open_runs(engine, 1), await open_runs(engine, 1)
+        await sample(engine, first, Client(engine, first))
+        before = engine.counters.tokens_forwarded
+
+        await sample(engine, second, Client(engine, second))
+
+        assert logs([first]) == logs([second])
+        assert second.num_inherited >= second.segments[0].cached_tokens + BLOCK_SIZE
+        assert second.tokens_forwarded == engine.counters.tokens_forwarded - before
+        assert second.tokens_reforwarded == 0
+
+
+async def test_what_was_swapped_out_shares_its_prompt_again_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    alone = await sampled_alone(paged, 1)
+    with serving(paged, suspend_policy=Mode.SWAP, swap_directory=tmp_path) as engine:
+        [run] = await open_runs(engine, 1)
+        prompt = engine.new_snapshot(run.tokens.ids)
+        await engine.warm_up(prompt)
+
+        async with aclosing(engine.sample(run, Client(engine, run))) as outputs:
+            *_, last = [engine.snapshot(run) async for o in outputs if isinstance(o, SegmentEnded)]
+
+        assert logs([run]) == alone
+        assert engine.counters.swaps_in == 1
+        num_shared = prompt.cache.num_tokens // BLOCK_SIZE
+        memory = await engine.measure_memory()
+        assert memory.num_used == prompt.cache.num_blocks + last.cache.num_blocks - num_shared
+
+
+def test_what_an_eviction_frees_is_what_nobody_else_holds() -> None:
+    runner, policy = paged(40), SuspensionPolicy()
+    active, lone = runner.new_cache(), runner.new_cache()
+    runner.forward([Piece([5] * 160, active), Piece([6] * 320, lone)])
+    shared = active.fork(160)
+    assert shared is not None
+    parked = ParkedCaches(policy, runner.counters)
+    for cache in (shared, lone):
+        parked.suspend(cache, ["tool"], time.monotonic())
+
+    assert [one.key for one in parked.evictions(0)] == [ref(lone), ref(shared)]
+    active.drop()
+    assert [one.key for one in parked.evictions(0)] == [ref(shared), ref(lone)]
+
+
+async def test_what_gave_no_numbers_is_not_found_by_others() -> None:
+    with serving(paged) as engine:
+        params = replace(SEEDED, max_output_tokens=2)
+        first, second = (
+            engine.open_run(name, [7] * 3 * BLOCK_SIZE, params, Constraint()) for name in "ab"
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            no_number = torch.full((VOCAB_SIZE,), torch.nan)
+            patch.setattr(watched(engine), "_steered", lambda logits, _: no_number)
+            with pytest.raises(EngineError, match="no numbers"):
+                await sample(engine, first)
+
+        await sample(engine, second)
+
+        assert second.segments[0].cached_tokens == 0
+
+
+out_of_memory_or_broken = pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+
+
+@contextmanager
+def failing(owner: type, name: str, error: type[Exception]) -> Iterator[None]:
+    """Have a method raise an ``error``, which is not logged: pytest keeps what is, and with its
+    traceback the caches."""
+
+    def fail(*_: object) -> None:
+        raise error("injected")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        patch.setattr("sampler.parked_caches.logger.disabled", True)
+        yield
+
+
+@both
+@out_of_memory_or_broken
+async def test_an_error_while_a_cache_is_brought_back_costs_a_prefill_and_no_more(
+    runner: Runner, error: type[Exception], tmp_path: Path
+) -> None:
+    alone = await sampled_alone(runner, 2)
+    with serving(runner, suspend_policy=Mode.SWAP, swap_directory=tmp_path) as engine:
+        run, neighbour = await open_runs(engine, 2)
+        async with aclosing(engine.sample(neighbour, Client(engine, neighbour))) as outputs:
+            await anext(output async for output in outputs if isinstance(output, TextDelta))
+
+            with failing(SwapEntry, "read_into", error):
+                await sample(engine, run, Client(engine, run))
+
+            async for _ in outputs:
+                pass
+
+        assert logs([run, neighbour]) == alone
+        assert run.tokens_reforwarded > neighbour.tokens_reforwarded == 0
+        del outputs
+        await assert_all_is_free(engine)
+
+
+@both
+@out_of_memory_or_broken
+async def test_an_error_at_a_suspension_has_the_cache_discarded(
+    runner: Runner, error: type[Exception], tmp_path: Path
+) -> None:
+    alone = await sampled_alone(runner, 1)
+    with serving(runner, suspend_policy=Mode.SWAP, swap_directory=tmp_path) as engine:
+        [run] = await open_runs(engine, 1)
+
+        with failing(SwapStore, "put", error):
+            await sample(engine, run, Client(engine, run))
+
+        assert logs([run]) == alone
+        assert (engine.counters.swaps_out, engine.counters.discards) == (0, 1)
+        await assert_all_is_free(engine)
+
+
+@out_of_memory_or_broken
+async def test_an_error_while_room_is_made_fails_nobody(
+    error: type[Exception], tmp_path: Path
+) -> None:
+    params = replace(SEEDED, max_output_tokens=20)
+    with serving(
+        paged, 8, suspend_policy=Mode.SWAP, swap_directory=tmp_path, reuse_prefixes=False
+    ) as engine:
+        watched(engine).steering = lambda _: [70, 71]
+        slow = engine.open_run("slow", [5] * 40, params, Constraint())
+        async with aclosing(engine.sample(slow)) as outputs:
+            await anext(output async for output in outputs if isinstance(output, TextDelta))
+            other = engine.open_run("other", [6] * 80, params, Constraint())
+
+            with failing(SwapStore, "put", error):
+                await sample(engine, other)
+
+            async for _ in outputs:
+                pass
+
+        assert [slow.state, other.state] == [RunState.INCOMPLETE] * 2
+        assert engine.counters.swaps_out == 0
+        assert engine.counters.preemptions == 1
+        del outputs
+        await assert_all_is_free(engine)
+
+
+async def suspended(engine: LocalEngine, run: Run) -> AsyncGenerator[Output, None]:
+    """Return what samples ``run``, up to its call, which is not answered."""
+    outputs = engine.sample(run, answering(engine, run, asyncio.Event()))
+    await until_suspended(outputs)
+    await engine.measure_memory()
+    return outputs
+
+
+async def test_files_that_are_only_kept_go_before_what_a_run_waits_for(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "suspend_policy": Mode.SWAP,
+        "swap_directory": tmp_path,
+        "reuse_prefixes": False,
+    }
+    with serving(paged, **options) as engine:
+        [run] = await open_runs(engine, 1)
+        async with aclosing(await suspended(engine, run)):
+            [num_bytes] = [path.stat().st_size for path in swap_files(tmp_path)]
+    with serving(paged, swap_bytes=3 * num_bytes, **options) as engine:
+        runs = await open_runs(engine, 6)
+        kept = []
+        for run in runs[:3]:
+            async with aclosing(await suspended(engine, run)):
+                kept.append(engine.snapshot(run).cache)
+        async with AsyncExitStack() as stack:
+            for run in runs[3:5]:
+                await stack.enter_async_context(aclosing(await suspended(engine, run)))
+
+            assert [cache.is_swapped for cache in kept] == [False, False, True]
+            assert engine.counters.swaps_out == 5
+            assert (engine.counters.discards, engine.counters.kept_discards) == (0, 2)
+
+
+async def test_files_that_are_kept_stay_where_all_of_them_would_make_no_room(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {
+        "suspend_policy": Mode.SWAP,
+        "swap_directory": tmp_path,
+        "reuse_prefixes": False,
+    }
+    with serving(paged, swap_bytes=100_000, **options) as engine:
+        [run] = await open_runs(engine, 1)
+        async with aclosing(await suspended(engine, run)):
+            kept = engine.snapshot(run).cache
+        large = await open_run(engine, "x" * 600, params=replace(SEEDED, max_output_tokens=2))
+        prompt_length = len(large.tokens)
+        watched(engine).steering = lambda position: (
+            [CALL_OSLO] if position == prompt_length else [IM_END]
+        )
+        async with aclosing(await suspended(engine, large)):
+            assert kept.is_swapped
+            assert engine.counters.discards == 1
+
+
+def swap_files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("process-*/*") if path.is_file()]
+
+
+@pytest.mark.parametrize("mode", Mode)
+async def test_an_engine_that_starts_removes_what_a_killed_one_left(
+    mode: Mode, tmp_path: Path
+) -> None:
+    with closing(SwapStore(tmp_path)) as store:
+        root = store.directory.parent
+    left = root / "process-dead"
+    left.mkdir()
+    (left / "0").touch()
+    with serving(generic, suspend_policy=mode, swap_directory=tmp_path) as engine:
+        await engine.start()
+
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while left.exists():
+                await engine.measure_memory()
+    assert list(root.iterdir()) == []
+
+
+async def test_an_engine_that_cannot_swap_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    alone = await sampled_alone(generic, 1)
+    with serving(generic, suspend_policy=Mode.SWAP, swap_directory=file) as engine:
+        await engine.start()
+        [run] = await open_runs(engine, 1)
+
+        await sample(engine, run, Client(engine, run))
+
+        assert logs([run]) == alone
+        assert engine.counters.discards == 1
+        assert "nothing can be swapped out for now" in caplog.text
+
+
 # --- Memory that does not suffice ----------------------------------------------------------------
 
 CAREFUL = SamplingParams(
@@ -515,6 +857,42 @@ async def test_what_is_kept_for_followers_goes_before_anything_else(runner: Runn
         assert kept[0].cache.num_tokens == 0
         del kept, run
         await assert_all_is_free(engine)
+
+
+async def test_nothing_goes_for_a_parent_that_finds_no_room_even_so(tmp_path: Path) -> None:
+    """It is swapped out, and what is kept beside a run that is being sampled does not suffice."""
+    options: dict[str, Any] = {
+        "suspend_policy": Mode.SWAP,
+        "swap_directory": tmp_path,
+        "reuse_prefixes": False,
+    }
+    with serving(paged, 40, **options) as engine:
+        watched(engine).steering = lambda position: [CALL_OSLO] if position == 320 else [IM_END]
+        params = replace(SEEDED, max_output_tokens=2)
+        parent = engine.open_run("parent", [5] * 320, params, Constraint((WEATHER,)))
+        async with aclosing(await suspended(engine, parent)):
+            source = engine.snapshot(parent)
+            watched(engine).steering = lambda _: [70]
+            busy = engine.open_run("busy", [6] * 320, params, Constraint())
+            other = engine.open_run("other", [7] * 100, params, Constraint())
+            async with aclosing(engine.sample(busy)) as outputs:
+                await anext(outputs)
+                async with aclosing(engine.sample(other)) as others:
+                    [kept] = [
+                        engine.snapshot(other).cache
+                        async for output in others
+                        if isinstance(output, SegmentEnded)
+                    ]
+                follower = engine.open_run(
+                    "follower", [5] * 40, params, Constraint(), Sources([source])
+                )
+
+                await sample(engine, follower)
+
+                assert source.cache.is_swapped
+                assert follower.num_inherited == 0
+                assert kept.num_tokens > 0
+                assert engine.counters.kept_discards == 0
 
 
 async def test_a_prompt_that_no_pool_could_hold_is_refused() -> None:
@@ -627,6 +1005,45 @@ async def test_what_ran_ahead_and_was_swapped_out_is_undone(wishes: bool, tmp_pa
         await assert_all_is_free(engine)
 
 
+async def test_warm_ups_that_begin_alike_are_computed_once_and_found_by_runs() -> None:
+    with serving(paged) as engine:
+        prompt, sources = range(3, 103), Sources(salt="a")
+        others = Sources(salt="a"), Sources(salt="b"), Sources(salt="a", reuses_prefixes=False)
+        await engine.warm_up(engine.new_snapshot(prompt), sources)
+
+        forwarded = []
+        for each in others:
+            before = engine.counters.tokens_forwarded
+            await engine.warm_up(engine.new_snapshot(prompt), each)
+            forwarded.append(engine.counters.tokens_forwarded - before)
+        params = replace(SEEDED, max_output_tokens=2)
+        run = engine.open_run("run", prompt, params, Constraint(), sources)
+        await sample(engine, run)
+
+        assert forwarded == [4, 100, 100]
+        assert run.num_inherited == 96
+
+
+async def test_what_a_warm_up_forwards_again_is_counted() -> None:
+    with serving(paged, 16, suspend_policy=Mode.DISCARD, reuse_prefixes=False) as engine:
+        gate = Gate()
+        watched(engine).before_step = lambda _: (
+            gate.pass_through() if len(watched(engine).steps) == 2 else None
+        )
+        warming_up = asyncio.ensure_future(engine.warm_up(engine.new_snapshot([5] * 200)))
+        await gate.wait_until_begun()
+        params = replace(SEEDED, max_output_tokens=1)
+        run = engine.open_run("run", [6] * 200, params, Constraint())
+        sampling = asyncio.ensure_future(sample(engine, run))
+        await let_the_loop_turn()
+        gate.open()
+        await asyncio.gather(warming_up, sampling)
+
+        assert engine.counters.preemptions == 1
+        assert engine.counters.tokens_reforwarded == 128
+        assert engine.counters.tokens_forwarded == 200 + 200 + 128
+
+
 async def test_what_a_cancelled_warm_up_took_can_be_had_by_others() -> None:
     with serving(generic, 8, reuse_prefixes=False) as engine:
         watched(engine).steering = lambda _: [70, 71]
@@ -638,7 +1055,7 @@ async def test_what_a_cancelled_warm_up_took_can_be_had_by_others() -> None:
         run = engine.open_run("run", [6] * 10, params, Constraint())
         sampling = asyncio.create_task(sample(engine, run))
         await gate.wait_until_begun()
-        warming_up = asyncio.create_task(engine.warm_up(second, [first]))
+        warming_up = asyncio.create_task(engine.warm_up(second, Sources([first])))
         await let_the_loop_turn()
         warming_up.cancel()
         await let_the_loop_turn()
@@ -763,6 +1180,25 @@ async def test_a_mistake_in_planning_ends_runs_and_not_the_engine(
         await sample(engine, later)
 
         assert later.state is RunState.COMPLETED
+
+
+async def test_a_mistake_in_planning_ends_only_those_that_wanted_to_take_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(paged) as engine:
+        slow, run = await open_runs(engine, 2)
+        async with aclosing(engine.sample(slow)) as outputs:
+            await anext(output async for output in outputs if isinstance(output, TextDelta))
+            while forwarded_up_to(engine) < slow.segments[0].input_tokens + WINDOW - 1:
+                await engine.measure_memory()
+            with monkeypatch.context() as patch:
+                patch.setattr("sampler.stepper.schedule", lambda _: 1 / 0)
+                with pytest.raises(EngineError):
+                    await sample(engine, run)
+            async for _ in outputs:
+                pass
+
+        assert slow.state is RunState.COMPLETED
 
 
 async def test_whoever_is_sampled_when_the_engine_is_closed_is_cancelled() -> None:

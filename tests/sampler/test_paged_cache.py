@@ -142,11 +142,11 @@ def test_only_blocks_that_are_not_shared_would_be_free(storage: PagedStorage) ->
     cache = filled(storage, IDS[:40])
     forked = fork(cache, 20)
 
-    assert (cache.num_blocks, cache.num_own_blocks) == (3, 1)
-    assert (forked.num_blocks, forked.num_own_blocks) == (2, 0)
+    assert (cache.num_blocks, cache.num_own_blocks, cache.num_own_tokens) == (3, 1, 8)
+    assert (forked.num_blocks, forked.num_own_blocks, forked.num_own_tokens) == (2, 0, 0)
     assert forked.needed(1) == 1
     cache.drop()
-    assert (forked.num_own_blocks, forked.needed(1)) == (2, 0)
+    assert (forked.num_own_blocks, forked.num_own_tokens, forked.needed(1)) == (2, 20, 0)
 
 
 def test_a_truncated_cache_goes_on_from_there(storage: PagedStorage) -> None:
@@ -209,7 +209,9 @@ def test_a_published_prefix_is_found_after_its_cache_is_gone(storage: PagedStora
     assert storage.match("other", IDS, 33).num_tokens == 0
 
 
-@pytest.mark.parametrize(("limit", "num_found"), [(0, 0), (10, 10), (16, 16), (31, 31), (90, 32)])
+@pytest.mark.parametrize(
+    ("limit", "num_found"), [(-1, 0), (0, 0), (10, 10), (16, 16), (31, 31), (90, 32)]
+)
 def test_no_more_is_found_than_is_wanted(storage: PagedStorage, limit: int, num_found: int) -> None:
     """Of a prompt that is known as a whole the last token is forwarded still."""
     cache = filled(storage, IDS[:37])
@@ -273,6 +275,36 @@ def test_shared_blocks_are_written_and_stay_with_the_others(
     assert read(forked) == IDS[:20]
 
 
+@pytest.mark.parametrize("num_known", [10, 16, 37])
+def test_what_others_hold_in_full_blocks_is_shared_when_a_cache_comes_back(
+    storage: PagedStorage, store: SwapStore, num_known: int
+) -> None:
+    cache, other = filled(storage, IDS[:37]), filled(storage, IDS[:num_known])
+    cache.swap_out(store)
+
+    cache.swap_in(other)
+
+    assert storage.pool.num_used == 3 + other.num_blocks - num_known // BLOCK_SIZE
+    extend(cache, [200])
+    assert read(cache) == [*IDS[:37], 200]
+    assert read(other) == IDS[:num_known]
+
+
+def test_a_cache_knows_whether_anything_was_forwarded_on_it(
+    storage: PagedStorage, store: SwapStore
+) -> None:
+    cache = filled(storage, IDS[:37])
+    forked = fork(cache, 20)
+    cache.swap_out(store)
+    cache.swap_in()
+
+    assert (cache.has_advanced, forked.has_advanced) == (True, False)
+    forked.become(cache)
+    assert forked.has_advanced
+    forked.drop()
+    assert not forked.has_advanced
+
+
 def test_a_cache_that_cannot_be_written_stays_as_it_was(
     storage: PagedStorage, tmp_path: Path
 ) -> None:
@@ -296,8 +328,11 @@ def test_a_cache_that_finds_no_blocks_stays_swapped_out(
 
     with pytest.raises(OutOfBlocksError):
         cache.swap_in()
+    with pytest.raises(OutOfBlocksError):
+        cache.swap_in(fork(other, 16))
 
     assert cache.is_swapped
+    assert storage.pool.num_used == other.num_blocks
     other.drop()
     cache.swap_in()
     assert read(cache) == IDS[:37]

@@ -42,8 +42,9 @@ def plan(
     num_blocks: int = 1000,
     parked: Sequence[Eviction] = (),
     limits: Limits = LIMITS,
+    next_row: int = 0,
 ) -> StepPlan:
-    return schedule(SchedulerState(demands, num_free, num_blocks, limits, lambda: parked))
+    return schedule(SchedulerState(demands, num_free, num_blocks, limits, lambda: parked, next_row))
 
 
 # ------------------------------------------------------------------------------------ who
@@ -77,10 +78,40 @@ def test_a_chunk_is_whole_or_is_not_in_the_step() -> None:
     assert Chunk(2, cut_to_fit) not in planned.chunks
 
 
-def test_the_oldest_rows_are_taken_where_there_are_too_many() -> None:
-    planned = plan(*(demand(order, 1, 5) for order in (9, 4, 7, 2, 5)))
+def test_where_there_are_too_many_rows_they_are_had_in_turn() -> None:
+    runs = [demand(order, 1, 5) for order in (9, 4, 7, 2, 5)]
 
-    assert planned.chunks == (Chunk(2, 1), Chunk(4, 1), Chunk(5, 1))
+    first = plan(*runs)
+    second = plan(*runs, next_row=first.next_row)
+
+    assert first.chunks == (Chunk(2, 1), Chunk(4, 1), Chunk(5, 1))
+    assert second.chunks == (Chunk(2, 1), Chunk(7, 1), Chunk(9, 1))
+    assert (first.next_row, second.next_row) == (7, 4)
+
+
+def test_the_turn_of_a_run_that_is_gone_is_that_of_the_next() -> None:
+    planned = plan(*(demand(order, 1, 5) for order in (2, 4, 6, 8)), next_row=5)
+
+    assert planned.chunks == (Chunk(2, 1), Chunk(6, 1), Chunk(8, 1))
+
+
+def test_a_row_that_finds_no_room_leaves_its_turn_to_the_next() -> None:
+    runs = [demand(1, 1, 4), *(demand(order, 1, 5) for order in (2, 3, 4, 5))]
+    stuck = replace(demand(6, 1, 8), num_blocks_held=0)
+
+    planned = plan(*runs, stuck, num_free=1, num_blocks=20, next_row=6)
+
+    assert planned.chunks == (Chunk(1, 1), Chunk(2, 1), Chunk(3, 1))
+
+
+def test_who_waits_for_a_row_has_room_as_if_it_had_one() -> None:
+    runs = [demand(order, 1, 4) for order in (1, 2, 3, 4, 5)]
+
+    planned = plan(*runs, num_free=3, num_blocks=8)
+
+    assert planned.preempt == (5,)
+    assert planned.num_blocks == 4
+    assert planned.chunks == (Chunk(1, 1), Chunk(2, 1), Chunk(3, 1))
 
 
 def test_a_run_that_wants_nothing_is_left_alone() -> None:
@@ -323,6 +354,7 @@ class Machine:
         self.limits = limits
         self.runs = [Run(order, work, work.num_prompt) for order, work in enumerate(works)]
         self.step = 0
+        self.next_row = 0
 
     def active(self) -> Iterator[Run]:
         for run in self.runs:
@@ -336,9 +368,12 @@ class Machine:
     def run_all(self, most_steps: int = 20_000) -> None:
         while not all(run.is_over for run in self.runs):
             assert self.step < most_steps, "some run does not end"
-            self._resume()
-            self._carry_out(self._checked_plan())
-            self.step += 1
+            self.take_step()
+
+    def take_step(self) -> None:
+        self._resume()
+        self._carry_out(self._checked_plan())
+        self.step += 1
 
     def _resume(self) -> None:
         for run in self.runs:
@@ -353,9 +388,12 @@ class Machine:
         ]
         demands = [run.demand(self.step) for run in self.active()]
         num_free = self.num_blocks - self.num_used
-        state = SchedulerState(demands, num_free, self.num_blocks, self.limits, lambda: parked)
+        state = SchedulerState(
+            demands, num_free, self.num_blocks, self.limits, lambda: parked, self.next_row
+        )
         planned = schedule(state)
         check(state, planned)
+        self.next_row = planned.next_row
         return planned
 
     def _carry_out(self, planned: StepPlan) -> None:
@@ -383,8 +421,12 @@ def check(state: SchedulerState, planned: StepPlan) -> None:
     foreground = [d for d in wanting if not d.is_background]
     if foreground:
         oldest = min(foreground, key=lambda d: d.order)
+        num_rows = sum(by_key[key].num_missing == 1 for key in chunks)
+        waits_for_a_row = oldest.num_missing == 1 and num_rows == state.limits.max_rows
         # Who is too large still holds its blocks; they are free in the next step.
-        assert oldest.key in chunks or planned.too_large, "the oldest run does not advance"
+        assert oldest.key in chunks or planned.too_large or waits_for_a_row, (
+            "the oldest run does not advance"
+        )
         assert not any(by_key[key].is_background for key in chunks)
     elif chunks:
         assert len(chunks) == 1
@@ -410,10 +452,13 @@ def check_memory(state: SchedulerState, planned: StepPlan, by_key: dict[Hashable
     taken = sum(by_key[c.key].blocks_needed(c.num_tokens) for c in planned.chunks)
     freed = [gone.num_blocks for gone in planned.evict]
     freed += [by_key[key].num_blocks_held for key in planned.preempt]
-    assert planned.num_blocks == taken <= state.num_free + sum(freed)
+    assert taken <= planned.num_blocks <= state.num_free + sum(freed)
+    if len([d for d in state.demands if d.num_missing == 1]) <= state.limits.max_rows:
+        assert planned.num_blocks == taken
     assert all(freed), "who holds nothing is evicted"
     if freed:
-        assert taken > state.num_free + sum(freed[:-1]), "more is evicted than needed"
+        needed = planned.num_blocks
+        assert needed > state.num_free + sum(freed[:-1]), "more is evicted than needed"
     assert not {c.key for c in planned.chunks} & {*planned.preempt, *planned.too_large}
     assert planned.evict == tuple(state.evictions())[: len(planned.evict)]
     if planned.preempt:
@@ -510,6 +555,16 @@ def test_twenty_unlike_runs_share_a_pool_that_the_largest_fills(seed: int) -> No
     machine.run_all()
 
     assert not any(run.has_failed for run in machine.runs)
+
+
+def test_runs_that_share_too_few_rows_go_on_at_one_pace() -> None:
+    work = Work(arrives=0, num_prompt=1, turns=(Turn(100, 0, 1),))
+    machine = Machine(1000, Limits(prefill_chunk=8, max_rows=3, token_budget=8), [work] * 7)
+
+    for _ in range(35):
+        machine.take_step()
+
+    assert [len(run.chunks) for run in machine.runs] == [15] * 7
 
 
 def test_a_long_prefill_delays_a_decoding_neighbour_by_no_more_than_one_chunk() -> None:

@@ -566,7 +566,7 @@ async def test_a_warm_up_takes_from_others_what_they_hold_of_it(num_tokens: int)
         snapshot = engine.new_snapshot(LONG)
         forwarded_before = engine.counters.tokens_forwarded
 
-        await engine.warm_up(snapshot, [nearer, other])
+        await engine.warm_up(snapshot, Sources([nearer, other]))
 
         forwarded = engine.counters.tokens_forwarded - forwarded_before
         assert forwarded == len(LONG) - max(64, num_tokens)
@@ -581,10 +581,10 @@ async def test_a_warm_up_that_holds_more_than_others_takes_nothing_from_them() -
     with steered_engine() as engine:
         snapshot, other = engine.new_snapshot(LONG), engine.new_snapshot(LONG[:100])
         await engine.warm_up(snapshot)
-        await engine.warm_up(other, [snapshot])
+        await engine.warm_up(other, Sources([snapshot]))
         forwarded_before = engine.counters.tokens_forwarded
 
-        await engine.warm_up(snapshot, [other, snapshot])
+        await engine.warm_up(snapshot, Sources([other, snapshot]))
 
         assert engine.counters.tokens_forwarded == forwarded_before == len(LONG)
         assert snapshot.cache.num_tokens == len(LONG)

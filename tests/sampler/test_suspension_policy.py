@@ -1,6 +1,7 @@
 import math
 import random
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import pytest
 
@@ -152,6 +153,44 @@ def test_a_long_context_that_is_dear_to_compute_again_goes_after_a_short_one() -
     short, long = suspended("short", "fast", 320), suspended("long", "fast", 6400)
 
     assert order(policy, long, short) == ["short", "long"]
+
+
+def forked(key: str, num_own_tokens: int, num_shared_blocks: int = 90) -> Parked:
+    cache = suspended(key, num_tokens=num_own_tokens)
+    num_blocks = cache.num_blocks + num_shared_blocks
+    return replace(cache, num_blocks=num_blocks, num_shared_blocks=num_shared_blocks)
+
+
+def test_a_cache_is_judged_by_the_blocks_that_it_frees() -> None:
+    """All have outlived their time, so that none costs anything by being evicted."""
+    policy = make_policy(search=0.1)
+    parked = forked("shares all", 0), forked("shares most", 48), suspended("lone", since=1.0)
+
+    evictions = policy.eviction_order(parked, 1000.0)
+
+    assert [eviction.key for eviction in evictions] == ["shares most", "lone", "shares all"]
+    assert [eviction.num_blocks for eviction in evictions] == [93, 100, 90]
+
+
+def test_what_is_shared_is_written_to_be_swapped_out_and_found_again_after_a_discard() -> None:
+    policy = make_policy(block_seconds=1e-3)
+
+    evictions = policy.eviction_order([suspended("lone"), forked("fork", 160)], 0.0)
+
+    assert {eviction.key: eviction.disposition for eviction in evictions} == {
+        "lone": Disposition.SWAP,
+        "fork": Disposition.DISCARD,
+    }
+
+
+def test_of_kept_caches_those_that_free_something_by_themselves_go_first() -> None:
+    shared = replace(kept("shared", 1.0), num_shared_blocks=10)
+
+    assert order(make_policy(), shared, kept("lone", 2.0), suspended("run")) == [
+        "lone",
+        "shared",
+        "run",
+    ]
 
 
 @pytest.mark.parametrize(

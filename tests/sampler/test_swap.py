@@ -1,19 +1,24 @@
+import math
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from errno import ENOSPC
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
+from filelock import FileLock
 
 from sampler.swap import Bytes, SwapEntry, SwapError, SwapStore
 
 HEADER_BYTES = 28
+DEADLINE_SECONDS = 10.0
 CHUNKS: list[Bytes] = [
     b"some bytes",
     bytes(1000),
@@ -33,14 +38,19 @@ def store(tmp_path: Path) -> Iterator[SwapStore]:
 
 def wait_until_empty(store: SwapStore) -> None:
     """Files are removed by a thread of their own."""
-    deadline = time.monotonic() + 10
-    while files(store):
-        assert time.monotonic() < deadline, "a file was not removed"
+    for path in files(store):
+        wait_until_gone(path)
+
+
+def wait_until_gone(path: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while path.exists():
+        assert time.monotonic() < deadline, "it was not removed"
         time.sleep(0.001)
 
 
 def files(store: SwapStore) -> list[Path]:
-    return sorted(path for path in store.directory.iterdir() if path.name != "lock")
+    return sorted(store.directory.iterdir())
 
 
 def read(entry: SwapEntry, *lengths: int) -> bytes:
@@ -192,6 +202,30 @@ def test_what_exceeds_the_capacity_leaves_nothing_behind(tmp_path: Path) -> None
     store.close()
 
 
+@pytest.mark.parametrize(("num_bytes", "num_left"), [(300, 3), (299, 2), (0, 0)])
+def test_what_is_left_of_the_capacity_is_counted_in_blocks(
+    tmp_path: Path, num_bytes: int, num_left: int
+) -> None:
+    used = 2 * HEADER_BYTES + 300
+    store = SwapStore(tmp_path, capacity_bytes=used + HEADER_BYTES + num_bytes)
+    assert store.num_blocks_left == math.inf, "nobody knows yet what one takes"
+
+    _entries = [store.put([bytes(200)], 2), store.put([bytes(100)], 1)]
+
+    assert store.num_blocks_left == num_left
+    if num_left:
+        store.put([bytes(100)] * num_left, num_left)
+    with pytest.raises(SwapError):
+        store.put([bytes(100)] * (num_left + 1), num_left + 1)
+    store.close()
+
+
+def test_without_a_capacity_any_number_of_blocks_is_left(store: SwapStore) -> None:
+    _entry = store.put(CHUNKS, 1)
+
+    assert store.num_blocks_left == math.inf
+
+
 def test_a_full_disk_leaves_nothing_behind(store: SwapStore) -> None:
     """A bound on the size of files stops the write half way, as a full disk does."""
     kept = store.put([bytes(500)], 1)
@@ -279,12 +313,78 @@ def test_a_start_removes_what_dead_processes_left_and_nothing_of_living_ones(
 
     started = SwapStore(tmp_path)
 
-    assert not dead.exists()
-    assert not half_made.exists()
+    wait_until_gone(dead)
+    wait_until_gone(half_made)
     assert read(entry) == CONTENT
     started.close()
     assert living.directory.exists()
     living.close()
+    [root] = tmp_path.iterdir()
+    assert list(root.iterdir()) == []
+
+
+def test_nobody_waits_while_leftovers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living = SwapStore(tmp_path)
+    leftover = living.directory.with_name("process-dead")
+    leftover.mkdir()
+    may_go_on = Event()
+    remove = shutil.rmtree
+
+    def remove_slowly(path: Path, *, ignore_errors: bool) -> None:
+        may_go_on.wait(DEADLINE_SECONDS)
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_slowly)
+
+    stores = [SwapStore(tmp_path) for _ in range(2)]
+
+    deleted = stores[0].put(CHUNKS, 1)
+    deleted.delete()
+    wait_until_empty(stores[0])
+    assert read(stores[1].put(CHUNKS, 1)) == CONTENT
+    assert leftover.exists()
+    may_go_on.set()
+    wait_until_gone(leftover)
+    for store in (*stores, living):
+        store.close()
+
+
+def test_a_process_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    """Whatever it has locked."""
+    hanging = SwapStore(tmp_path)
+    root = hanging.directory.parent
+    with ExitStack() as locked:
+        for name in ("lock", "process-dead.lock"):
+            locked.enter_context(FileLock(root / name))
+
+        store = SwapStore(tmp_path)
+
+    assert read(store.put(CHUNKS, 1)) == CONTENT
+    store.close()
+    hanging.close()
+
+
+def test_a_directory_that_finds_no_room_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / f"suspended-sampling-{os.getuid()}"
+    root.mkdir()
+
+    make = Path.mkdir
+
+    def fail(path: Path, mode: int = 0o777, **options: bool) -> None:
+        if path.name.startswith("process-"):
+            raise OSError(ENOSPC, "full")
+        make(path, mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", fail)
+        with pytest.raises(SwapError, match="full"):
+            SwapStore(tmp_path)
+
+    assert list(root.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -309,7 +409,7 @@ def test_processes_that_start_at_once_leave_each_other_alone(tmp_path: Path) -> 
 
     said = [process.communicate()[0].split()[0] for process in running]
 
-    assert said == ["2"] * 4, "a lock and a file"
+    assert said == ["1"] * 4, "a file"
 
 
 def test_by_default_it_is_where_the_system_keeps_temporary_files(
