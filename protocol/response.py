@@ -130,15 +130,21 @@ class CompactionResource(Struct, frozen=True, tag_field="object", tag="response.
     output: list[OutputItem | JsonObject]
     """Also what the client's side said, so they are not all output items."""
     usage: Usage
+    suspend_run: JsonObject | UnsetType = field(default=UNSET, name="suspend:run")
 
 
 def build_response(
-    params: CreateParams, *, id: str, created_at: int, store: bool
+    params: CreateParams,
+    *,
+    id: str,
+    created_at: int,
+    store: bool,
+    extension: JsonObject | None = None,
 ) -> ResponseResource:
     """Return the response to ``params`` as it is before anything was sampled.
 
     It repeats the values in effect, not the wishes: ``store`` says whether the response will be
-    found again, and there is one service tier.
+    found again, and there is one service tier. ``extension`` is the content of ``suspend:run``.
     """
     return ResponseResource(
         id=id,
@@ -165,6 +171,7 @@ def build_response(
         user=params.user,
         safety_identifier=params.safety_identifier,
         prompt_cache_key=params.prompt_cache_key,
+        suspend_run=UNSET if extension is None else extension,
     )
 
 

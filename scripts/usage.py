@@ -41,6 +41,8 @@ def main(
 ) -> None:
     """Show what runs took and cost, by key and model. A server may be using the directory.
 
+    What a simulated accelerator made up says so, whatever name and price it has.
+
     Runs that are not over yet are not counted, nor those that a server which died had not written:
     the next one will.
     """
@@ -72,10 +74,9 @@ def _table(totals: Sequence[Total]) -> Table:
             *(total.output_tokens, total.reasoning_tokens),
         )
         key = total.key or "(none)"
+        model = f"{total.model} (simulated)" if total.is_simulated else total.model
         # Names are no markup.
-        table.add_row(
-            Text(key), Text(total.model), *(f"{count:,}" for count in counts), _cost(total)
-        )
+        table.add_row(Text(key), Text(model), *(f"{count:,}" for count in counts), _cost(total))
     return table
 
 

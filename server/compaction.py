@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeGuard, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from protocol.items import (
     AdditionalTools,
@@ -324,9 +325,10 @@ def _is_by_user(item: Item) -> TypeGuard[Message]:
 
 
 def compaction_resource(
-    compacting: Compacting, summary: Summary, created_at: int
+    compacting: Compacting, summary: Summary, created_at: int, extension: JsonObject | None
 ) -> CompactionResource:
-    """Return the answer to a request to compact a conversation.
+    """Return the answer to a request to compact a conversation, with ``extension`` as its
+    ``suspend:run``.
 
     Where the model gave no summary, that is the conversation as it was, as it is within a response.
     An error would not help: a server error is tried again, the model says the same again, and with
@@ -336,7 +338,11 @@ def compaction_resource(
     if summary.text:
         items = compacting.outline.filled(Compaction(summary.text))
     return CompactionResource(
-        compacting.run.id, created_at, wire_items(items), usage_of(compacting.run.segments)
+        compacting.run.id,
+        created_at,
+        wire_items(items),
+        usage_of(compacting.run.segments),
+        UNSET if extension is None else extension,
     )
 
 

@@ -26,6 +26,7 @@ from server.post_inference import Account
 from server.reading import model_of_parent, read_compact, read_create, read_input_tokens
 from server.request_body import read_body
 from server.responder import Responder
+from server.run_report import mark_of
 from server.services import Services
 from server.stored_responses import key_id
 from server.work import Stage, Work
@@ -102,6 +103,7 @@ class HttpApi:
             requested_model=work.requested_model or params.model,
             design="compact",
             created_at=int(time.time()),
+            is_simulated=self._services.engine.is_simulated,
         )
         account = self._services.post_inference.open(opened, work)
         return await _unless_gone(request, self._compacted(compacting, account))
@@ -116,7 +118,8 @@ class HttpApi:
                 account.close([compacting.run], compacting.run.state.value)
         if compacting.is_cancelled:
             return error_response(errors.shutting_down())
-        resource = compaction_resource(compacting, summary, int(time.time()))
+        mark = mark_of(is_simulated=self._services.engine.is_simulated)
+        resource = compaction_resource(compacting, summary, int(time.time()), mark)
         return Response(encode(resource), media_type="application/json")
 
     async def count_input_tokens(self, request: Request) -> Response:
@@ -164,13 +167,16 @@ class HttpApi:
         return self._services.routes.names
 
     def _model(self, name: str) -> JsonObject:
-        return {
+        engine = self._services.engine
+        model = {
             "id": name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "suspended-sampling",
-            "suspend:capabilities": self._services.engine.capabilities.as_json(),
+            "suspend:capabilities": engine.capabilities.as_json(),
         }
+        # Whatever its name says: an alias may be that of a model.
+        return {**model, "suspend:simulated": True} if engine.is_simulated else model
 
     async def _received(self, request: Request) -> tuple[JsonObject, Memory, Work]:
         """Return the body of a request, what it may go on from, and the work on it."""

@@ -44,7 +44,7 @@ JOURNAL_FILE = "ledger.journal"
 LOCK_FILE = "ledger.lock"
 
 APPLICATION_ID = 0x73757363  # "susc", by which a file is known to be one of ours
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 INTERRUPTED = "interrupted"
 """The status of a run whose process died before its end."""
 
@@ -68,7 +68,8 @@ CREATE TABLE runs (
     output_tokens INTEGER NOT NULL,
     reasoning_tokens INTEGER NOT NULL,
     seconds REAL NOT NULL,
-    cost_nanodollars INTEGER
+    cost_nanodollars INTEGER,
+    is_simulated INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX runs_by_key ON runs (key, created_at);
 CREATE INDEX runs_by_age ON runs (created_at);
@@ -83,19 +84,21 @@ CREATE TABLE segments (
     PRIMARY KEY (run_id, number)
 ) WITHOUT ROWID;
 """
-_FORMAT = FileFormat(APPLICATION_ID, SCHEMA_VERSION, _SCHEMA)
+_MIGRATIONS = {1: "ALTER TABLE runs ADD COLUMN is_simulated INTEGER NOT NULL DEFAULT 0;"}
+_FORMAT = FileFormat(APPLICATION_ID, SCHEMA_VERSION, _SCHEMA, _MIGRATIONS)
 
 _PUT_RUN = """
-INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (run_id) DO NOTHING
 """
 _PUT_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)"
 
 _TOTALS = """
 SELECT key, model, count(*), sum(num_segments), sum(input_tokens), sum(cached_tokens),
-    sum(output_tokens), sum(reasoning_tokens), sum(cost_nanodollars), sum(cost_nanodollars IS NULL)
+    sum(output_tokens), sum(reasoning_tokens), sum(cost_nanodollars), sum(cost_nanodollars IS NULL),
+    {is_simulated} AS simulated
 FROM runs WHERE (:key IS NULL OR key = :key) AND created_at >= :since
-GROUP BY key, model ORDER BY key, model
+GROUP BY key, model, simulated ORDER BY key, model, simulated
 """
 
 
@@ -117,6 +120,8 @@ class RunOpened(msgspec.Struct, frozen=True, kw_only=True):
     """The way in which the client goes on after a tool call."""
     created_at: int
     """Unix seconds."""
+    is_simulated: bool = False
+    """Whether there was no model, and its tokens are made up."""
 
 
 class SegmentUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +141,7 @@ class SegmentUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Total:
-    """What runs of one key with one model took together."""
+    """What runs of one key with one model took together; simulated ones apart from others."""
 
     key: str
     model: str
@@ -149,6 +154,8 @@ class Total:
     cost_nanodollars: int | None
     """Of the runs that had a price; None if no run had one."""
     num_unpriced_runs: int
+    is_simulated: bool
+    """Whether there was no model: what it took and cost is that of made-up tokens."""
 
 
 class _SegmentRecord(msgspec.Struct, frozen=True, tag="segment"):
@@ -387,7 +394,13 @@ def read_totals(folder: Path, *, key: str | None = None, since: float | None = N
 
 def _totals(database: sqlite3.Connection, key: str | None, since: float | None) -> list[Total]:
     parameters = {"key": key, "since": float("-inf") if since is None else since}
-    return [Total(*row) for row in database.execute(_TOTALS, parameters)]
+    [(version,)] = database.execute("PRAGMA user_version")
+    # Who only reads may come before a server that brings the file to this version.
+    statement = _TOTALS.format(is_simulated="is_simulated" if version >= 2 else "0")
+    return [
+        Total(*[*figures, bool(is_simulated)])
+        for *figures, is_simulated in database.execute(statement, parameters)
+    ]
 
 
 def _log_failure(writing: "Future[None]") -> None:
@@ -457,6 +470,7 @@ def _run_row(account: _Account, prices: Prices) -> tuple[str | int | float | Non
         sum(usage.reasoning_tokens for usage in segments),
         sum(usage.seconds for usage in segments),
         None if price is None else price.cost(input_tokens, cached_tokens, output_tokens),
+        run.is_simulated,
     )
 
 

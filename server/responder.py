@@ -117,6 +117,7 @@ class Responder:
             requested_model=self.prepared.work.requested_model or params.model,
             design=self._dialect.value if is_chained else "stateless",
             created_at=int(time.time()),
+            is_simulated=self._services.engine.is_simulated,
         )
 
     @property
@@ -316,7 +317,9 @@ class Responder:
             self._account.close([], "completed")
         events = [
             *self.stream.start(),
-            *self.stream.complete(usage_of([segment]), None, int(time.time())),
+            *self.stream.complete(
+                usage_of([segment]), self._run_report.in_advance(), int(time.time())
+            ),
         ]
         self._rest(snapshot=snapshot, is_warm_up=True)
         return events
@@ -415,7 +418,11 @@ class Responder:
         return self._end_incomplete("content_filter")
 
     def _refuse(self, refusal: ProtocolError) -> list[ServerEvent]:
-        return self.stream.fail(refusal.code or "server_error", refusal.message)
+        return self.stream.fail(
+            refusal.code or "server_error",
+            refusal.message,
+            extension=self._run_report.in_advance(),
+        )
 
     def _fail(self, code: str, message: str) -> list[ServerEvent]:
         self._finish("failed")
@@ -527,7 +534,11 @@ class Responder:
     def _new_stream(self) -> ResponseStream:
         params = self.prepared.params
         response = build_response(
-            params, id=self.id, created_at=int(time.time()), store=self._store is not None
+            params,
+            id=self.id,
+            created_at=int(time.time()),
+            store=self._store is not None,
+            extension=self._run_report.in_advance(),
         )
         if params.background:
             response = msgspec.structs.replace(response, status="queued")

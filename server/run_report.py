@@ -40,6 +40,11 @@ class RunReport:
         self._num_told = 0
         self._totals: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
 
+    def in_advance(self) -> JsonObject | None:
+        """Return the content of ``suspend:run`` of a response of which nothing was sampled: None
+        where there is nothing to say."""
+        return mark_of(is_simulated=self._is_simulated)
+
     def told_of(self, runs: Sequence[Run]) -> JsonObject:
         """Return the content of ``suspend:run``, with times in seconds.
 
@@ -73,7 +78,7 @@ class RunReport:
             "turns": turns,
             "stages": self._work.tallies.as_json(),
         }
-        return {**report, "simulated": True} if self._is_simulated else report
+        return report | (self.in_advance() or {})
 
     def _turn(self, run: Run, segment: Segment) -> dict[str, Any]:
         turn = _figures(segment)
@@ -82,6 +87,11 @@ class RunReport:
         if self._tells_tokens:
             turn["token_ids"] = _token_ids(run, segment)
         return turn
+
+
+def mark_of(*, is_simulated: bool) -> JsonObject | None:
+    """Return what ``suspend:run`` says where nothing else is to be told: that there is no model."""
+    return {"simulated": True} if is_simulated else None
 
 
 _TIMES = ("queue", "pre_inference", "prefill", "decode", "post_inference")

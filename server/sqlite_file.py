@@ -4,11 +4,15 @@ Its header says by an application id that it is one of ours, and by a version wh
 """
 
 import sqlite3
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 IN_USE = "it is in use; each server needs a --data-dir of its own, or --no-store"
 """Why a file or a folder cannot be used that another process uses."""
+
+_NEW = 0
+"""The version of a file with nothing in it."""
 
 
 class SqliteFileError(Exception):
@@ -25,12 +29,15 @@ class FileFormat:
     """Above 0."""
     schema: str
     """The statements that make an empty file one of ours."""
+    migrations: Mapping[int, str] = field(default_factory=dict)
+    """The statements that make a file of a version one of the next, for each version before."""
 
 
 def open_sqlite(
     path: Path, file_format: FileFormat, *, pragmas: tuple[str, ...], timeout_seconds: float
 ) -> sqlite3.Connection:
-    """Return a connection to a file that is sound; it and its folder are made if need be.
+    """Return a connection to a file that is sound and of this version; it and its folder are made
+    if need be.
 
     Any thread may use it, one after the other. It keeps its log beside the file (WAL).
 
@@ -62,7 +69,8 @@ def open_sqlite(
 def open_sqlite_read_only(
     path: Path, file_format: FileFormat, *, timeout_seconds: float
 ) -> sqlite3.Connection:
-    """Return a connection that changes nothing in a file, which another process may be writing.
+    """Return a connection that changes nothing in a file, which another process may be writing. It
+    may be of a version before this one.
 
     Raises:
         SqliteFileError: there is no such file, or it is not one of ours of a version known here.
@@ -74,7 +82,7 @@ def open_sqlite_read_only(
     except sqlite3.Error as error:
         raise SqliteFileError(f"cannot open {path}: {error}") from error
     try:
-        if _is_new(database, file_format):
+        if _version(database, file_format) == _NEW:
             raise SqliteFileError("it is empty")
     except SqliteFileError as error:
         database.close()
@@ -109,9 +117,9 @@ def _set_up(
 ) -> None:
     for pragma in pragmas:
         database.execute(f"PRAGMA {pragma}")
-    is_new = _is_new(database, file_format)
+    version = _version(database, file_format)
     database.execute("PRAGMA journal_mode = WAL")
-    if is_new:
+    if version == _NEW:
         database.executescript(
             f"BEGIN; {file_format.schema}"
             f"PRAGMA application_id = {file_format.application_id};"
@@ -120,19 +128,29 @@ def _set_up(
     for (finding,) in database.execute("PRAGMA quick_check(1)"):
         if finding != "ok":
             raise SqliteFileError(f"it is damaged ({finding})")
+    if version != _NEW:
+        _migrate(database, file_format, version)
 
 
-def _is_new(database: sqlite3.Connection, file_format: FileFormat) -> bool:
-    """Say whether the file is empty; if it is not, it must be one of ours."""
+def _migrate(database: sqlite3.Connection, file_format: FileFormat, version: int) -> None:
+    """Bring a sound file of ``version`` to this one, step by step, each of them whole or not."""
+    for before in range(version, file_format.version):
+        database.executescript(
+            f"BEGIN; {file_format.migrations[before]} PRAGMA user_version = {before + 1}; COMMIT;"
+        )
+
+
+def _version(database: sqlite3.Connection, file_format: FileFormat) -> int:
+    """Return the version of the file, ``_NEW`` where it is empty; else it must be one of ours."""
     [(application_id,)] = database.execute("PRAGMA application_id")
     [(version,)] = database.execute("PRAGMA user_version")
     [(num_tables,)] = database.execute("SELECT count(*) FROM sqlite_schema")
-    if (application_id, version, num_tables) == (0, 0, 0):
-        return True
+    if (application_id, version, num_tables) == (0, _NEW, 0):
+        return _NEW
     if application_id != file_format.application_id:
         raise SqliteFileError("it is the database of another program")
     if version > file_format.version:
         raise SqliteFileError(
             f"it is of version {version}, and this program knows {file_format.version}"
         )
-    return False
+    return int(version)

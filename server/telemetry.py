@@ -8,7 +8,12 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from sampler.cache_pool import BLOCK_SIZE
@@ -114,11 +119,20 @@ class _EngineCollector(Collector):
         for name, help_text in _COUNTS.items():
             value = getattr(self._engine.counters, name)
             yield CounterMetricFamily(f"suspend_{name}", help_text, value=value)
+        yield self._model()
         yield self._runs()
         yield GaugeMetricFamily(
             "suspend_kv_tokens", "Positions held in caches.", value=self._engine.kv_tokens
         )
         yield self._blocks()
+
+    def _model(self) -> InfoMetricFamily:
+        simulated = "true" if self._engine.is_simulated else "false"
+        return InfoMetricFamily(
+            "suspend_model",
+            "The model that all of this is about; where it is simulated, there is none.",
+            value={"name": self._engine.name, "simulated": simulated},
+        )
 
     def _blocks(self) -> GaugeMetricFamily:
         memory = self._engine.memory

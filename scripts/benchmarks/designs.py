@@ -91,7 +91,7 @@ Hold = Callable[[str, Workload, Held], Awaitable[None]]
 
 def run(bench: Bench) -> Section:
     """Measure the section."""
-    workload = Workload(bench.pick(10, 3), 200)
+    workload = Workload(bench.pick(10, 2), 200)
     helds = asyncio.run(_measure_all(bench, workload))
     return Section(
         "designs",

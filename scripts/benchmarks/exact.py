@@ -31,6 +31,7 @@ _NUM_PROMPTS = 6
 def run(bench: Bench) -> Section:
     """Measure the section."""
     window_tokens, num_greedy = bench.pick((256, 256), (64, 64))
+    dtypes = bench.pick(bench.dtypes, tuple(dict.fromkeys(("float32", bench.auto_dtype))))
     rates = _rates(bench)
     fast, exact = rates
     return Section(
@@ -53,7 +54,7 @@ def run(bench: Bench) -> Section:
                     },
                 },
             ),
-            Grid("quality", _quality(bench, window_tokens, num_greedy)),
+            Grid("quality", _quality(bench, dtypes, window_tokens, num_greedy)),
         ],
         {
             "our_threads": bench.threads,
@@ -127,13 +128,13 @@ class _Decoder:
 # --- Quality --------------------------------------------------------------------------------------
 
 
-def _quality(bench: Bench, window_tokens: int, num_greedy: int) -> Rows:
+def _quality(bench: Bench, dtypes: Sequence[str], window_tokens: int, num_greedy: int) -> Rows:
     windows = passage.windows(bench.model_directory, _NUM_WINDOWS, window_tokens)
     prompts = passage.windows(bench.model_directory, _NUM_PROMPTS, _PROMPT_TOKENS)
     reference = continuations(bench.runner("float32"), prompts, num_greedy)
     rows: Rows = {}
     exact_perplexity = perplexity(bench.runner("float32"), windows)
-    for dtype in bench.dtypes:
+    for dtype in dtypes:
         runner = bench.runner(dtype)
         found = exact_perplexity if dtype == "float32" else perplexity(runner, windows)
         same = reference if dtype == "float32" else continuations(runner, prompts, num_greedy)

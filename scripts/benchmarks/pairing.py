@@ -11,6 +11,7 @@ from typing import TypeVar
 import psutil
 
 Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 _LOOK_SECONDS = 0.03
 _IDLE_SECONDS = 0.01
@@ -18,12 +19,12 @@ _IDLE_SECONDS = 0.01
 
 
 def alternate(
-    measurements: Mapping[Key, Callable[[], float]],
+    measurements: Mapping[Key, Callable[[], Value]],
     repeats: int,
     *,
     settle: Callable[[], object],
     warm_ups: int = 0,
-) -> dict[Key, list[float]]:
+) -> dict[Key, list[Value]]:
     """Return the samples of each of ``measurements``, taken in turns.
 
     Args:
@@ -32,7 +33,7 @@ def alternate(
         settle: called before each measurement.
         warm_ups: rounds before those, whose values are thrown away.
     """
-    samples: dict[Key, list[float]] = {key: [] for key in measurements}
+    samples: dict[Key, list[Value]] = {key: [] for key in measurements}
     for round_number in range(-warm_ups, repeats):
         for key, measure in measurements.items():
             settle()

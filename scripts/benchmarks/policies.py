@@ -1,20 +1,26 @@
 """What becomes of suspended caches where memory is short: the policies on one workload.
 
 More runs than the pool has room for are opened at once. Each calls tools, one after the other,
-whose times are drawn before and are the same for all policies. Of each suspension it is seen
-whether its cache stayed, went to a file, or was given up, and when. From that follows its waste
-in token-seconds (``sampler.waste``), and what an oracle that knows the tool's time would have
-wasted; both with the costs that were measured beforehand, so that the policies are charged alike.
+whose times are drawn before and are the same for all policies. Of each suspension it is noted on
+the model thread whether its cache stayed, went to a file, or was given up, and when. From that
+follows its waste in token-seconds (``sampler.waste``), and the least that an oracle would have
+wasted, which knows the tool's time.
+
+All policies are charged alike. What forwarding and swapping take is measured beforehand, in memory
+that has been touched; how long a run without its cache waits to be served is a matter of the
+workload, and so is the mean over all of them.
 """
 
 import asyncio
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,14 +32,13 @@ from sampler.costs import Costs
 from sampler.engine import Resumption
 from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model
 from sampler.engines.simulated.script import Script
-from sampler.kv_cache import KVCache
 from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
 from sampler.model_runner import ModelRunner, Piece
 from sampler.params import Constraint, SamplingParams
 from sampler.prompt import TokenPrompt
 from sampler.recorded_turn import RecordedTurn
-from sampler.run import Run, RunState
+from sampler.run import Run
 from sampler.suspension import Suspension
 from sampler.suspension_policy import Mode
 from sampler.swap import SwapStore
@@ -44,6 +49,7 @@ from scripts.benchmarks.contender import PREFILL_CHUNK, prompt_ids
 from scripts.benchmarks.figures import Figure, figure
 from scripts.benchmarks.pairing import again
 from scripts.benchmarks.section import Grid, Section
+from scripts.benchmarks.watched_caches import Fate, WatchedCaches
 
 _RUNS = 20
 _ROOM_RUNS = 6
@@ -51,19 +57,18 @@ _ROOM_RUNS = 6
 _CALL_TOKENS = 96
 """At most so many for a call, its output, and what is around them."""
 _CHARACTERS_PER_TOKEN = 4
-_LOOK_SECONDS = 0.01
 
-TOOL_TIMES = {"look_up": (0.05, 0.5), "search": (0.6, 0.8), "build": (4.0, 0.6)}
+TOOL_TIMES = {"look_up": (0.05, 0.5), "search": (0.6, 0.8), "build": (2.0, 0.6)}
 """Median in seconds and spread of the log-normal times of each tool."""
 _WEIGHTS = (5, 3, 2)
-_DECODE_RATE, _PREFILL_RATE = 100.0, 1000.0
-"""About what the embedded model does on two cores."""
+_DECODE_RATE, _PREFILL_RATE = 300.0, 2500.0
+"""About what the embedded model does in int4 on two cores, at some hundred tokens."""
 
 
 def run(bench: Bench) -> Section:
     """Measure the section."""
-    prompt_tokens, num_calls = bench.pick((600, 3), (600, 1))
-    speed_up = bench.pick(2.0, 16.0)  # so that it is over sooner; tools too
+    prompt_tokens, num_calls = bench.pick((600, 3), (400, 1))
+    speed_up = bench.pick(1.0, 5.0)  # so that it is over sooner; tools too
     workload = Workload.drawn(num_calls, scale=1 / speed_up)
     tokens_per_run = prompt_tokens + (num_calls + 2) * _CALL_TOKENS
     loaded = simulated_model(
@@ -73,19 +78,20 @@ def run(bench: Bench) -> Section:
         kv_format=SMOLLM2_KV,
         kv_memory=_ROOM_RUNS * blocks_for(tokens_per_run) * SMOLLM2_KV.block_bytes,
     )
-    rates = measured_rates(loaded.runner)
+    loaded.runner.reserve_memory()  # as the server does
+    measured = measured_rates(loaded.runner)
     prompts = passage.excerpts(_RUNS, _CHARACTERS_PER_TOKEN * prompt_tokens)
     modes = {mode.value: mode for mode in Mode} | {again(Mode.AUTO.value): Mode.AUTO}
     outcomes: dict[str, list[Outcome]] = {name: [] for name in modes}
     for _ in range(bench.repeats(2, 1)):
         for name, mode in modes.items():
             bench.settle()
-            outcome = asyncio.run(sample_all(loaded, mode, workload, prompts, rates))
-            outcomes[name].append(outcome)
+            outcomes[name].append(asyncio.run(sample_all(loaded, mode, workload, prompts)))
+    rates = with_requeue(measured, [one for each in outcomes.values() for one in each])
     return Section(
         "policies",
         f"{_RUNS} runs with tool calls, memory for {_ROOM_RUNS}, on a simulated accelerator",
-        [Grid("policies", {name: _row(each) for name, each in outcomes.items()})],
+        [Grid("policies", {name: row(each, rates) for name, each in outcomes.items()})],
         {
             "model": loaded.name,
             "is_simulated": loaded.is_simulated,
@@ -100,8 +106,10 @@ def run(bench: Bench) -> Section:
         },
         [
             "simulated: the steps take the time of a model at these rates; swapping is real",
-            "regret: by which share the waste is above that of an oracle that knows the tools' "
-            "times",
+            "regret: by which share the waste of suspensions is above that of an oracle that knows "
+            "the tools' times",
+            "preempted: what it wasted to take memory from runs that were being sampled; it is in "
+            "no regret, for the scheduler does it where no parked cache is left",
         ],
     )
 
@@ -126,41 +134,104 @@ class Workload:
         return Workload([[call() for _ in range(num_calls)] for _ in range(num_runs)])
 
 
+@dataclass(frozen=True)
+class Stop:
+    """One suspension: what its tool took, and what it came to."""
+
+    tool_seconds: float
+    since: float
+    """In monotonic seconds."""
+    fate: Fate
+    queue_seconds: float
+    """From the output to the first step for it."""
+
+    def waste(self, rates: Rates) -> float:
+        """Return the token-seconds that were wasted."""
+        disposition = self.fate.disposition
+        if disposition is Disposition.PRESERVE:
+            return waste(self.fate.facts, rates, disposition, self.tool_seconds)
+        # It went, even if the tool was done by then: who evicts may be busy with a step.
+        held_seconds = max(0.0, self.fate.gone_at - self.since)
+        return waste(self.fate.facts, rates, disposition, math.inf, held_seconds)
+
+    def oracle_waste(self, rates: Rates) -> float:
+        """Return the least that could have been wasted."""
+        return oracle_waste(self.fate.facts, rates, self.tool_seconds)
+
+
 @dataclass
 class Outcome:
     """What one policy came to."""
 
-    wastes: list[tuple[float, float]] = field(default_factory=list)
-    """Of each suspension: token-seconds of the policy and of the oracle."""
+    stops: list[Stop] = field(default_factory=list)
+    preemptions: list[tuple[Suspended, Disposition]] = field(default_factory=list)
     run_seconds: list[float] = field(default_factory=list)
     resume_seconds: list[float] = field(default_factory=list)
     """From each output to the next token."""
-    seconds: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
 
+    def num(self, disposition: Disposition) -> int:
+        """Return how many suspended caches went that way."""
+        return sum(stop.fate.disposition is disposition for stop in self.stops)
 
-_COUNTS = ("tokens_reforwarded", "swaps_out", "swaps_in", "discards", "preemptions")
+    def waste(self, rates: Rates) -> float:
+        """Return the token-seconds that suspensions wasted."""
+        return math.fsum(stop.waste(rates) for stop in self.stops)
+
+    def regret(self, rates: Rates) -> float:
+        """Return by which share that is above the waste of the oracle."""
+        return regret((stop.waste(rates), stop.oracle_waste(rates)) for stop in self.stops)
+
+    def preemption_waste(self, rates: Rates) -> float:
+        """Return the token-seconds that preemptions wasted."""
+        return math.fsum(
+            waste(facts, rates, disposition, math.inf) for facts, disposition in self.preemptions
+        )
 
 
-def _row(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+def with_requeue(rates: Rates, outcomes: Sequence[Outcome]) -> Rates:
+    """Return ``rates`` with how long those waited in all ``outcomes`` that had lost their cache."""
+    waits = [
+        stop.queue_seconds
+        for outcome in outcomes
+        for stop in outcome.stops
+        if stop.fate.disposition is not Disposition.PRESERVE
+    ]
+    return replace(rates, requeue_seconds=statistics.mean(waits) if waits else 0.0)
+
+
+_DISPOSITIONS = {
+    "stayed": Disposition.PRESERVE,
+    "swapped out": Disposition.SWAP,
+    "discarded": Disposition.DISCARD,
+}
+_COUNTS = ("preemptions", "tokens_reforwarded", "swaps_out", "swaps_in")
+
+
+def row(outcomes: Sequence[Outcome], rates: Rates) -> dict[str, Figure]:
     """Return the figures of one policy, over the rounds."""
 
     def over_rounds(unit: str, value: Callable[[Outcome], float]) -> Figure:
         return figure([value(outcome) for outcome in outcomes], unit)
 
+    def of_disposition(disposition: Disposition) -> Figure:
+        return over_rounds("", lambda outcome: outcome.num(disposition))
+
     def of_counter(name: str) -> Figure:
         return over_rounds("", lambda outcome: outcome.counts[name])
 
     return {
-        "waste, token-seconds": over_rounds(
-            "token-seconds", lambda outcome: sum(waste for waste, _ in outcome.wastes)
+        "waste, token-seconds": over_rounds("token-seconds", lambda outcome: outcome.waste(rates)),
+        "regret": over_rounds("share", lambda outcome: outcome.regret(rates)),
+        "preempted, token-seconds": over_rounds(
+            "token-seconds", lambda outcome: outcome.preemption_waste(rates)
         ),
-        "regret": over_rounds("share", lambda outcome: regret(outcome.wastes)),
         "run, mean s": over_rounds("s", lambda outcome: statistics.mean(outcome.run_seconds)),
         "run, last s": over_rounds("s", lambda outcome: max(outcome.run_seconds)),
         "resume, median ms": over_rounds(
             "ms", lambda outcome: 1000 * statistics.median(outcome.resume_seconds)
         ),
+        **{name: of_disposition(one) for name, one in _DISPOSITIONS.items()},
         **{name.replace("_", " "): of_counter(name) for name in _COUNTS},
     }
 
@@ -183,46 +254,53 @@ _PARAMS = SamplingParams(temperature=0.0, max_output_tokens=48)
 
 
 async def sample_all(
-    loaded: LoadedModel,
-    mode: Mode,
-    workload: Workload,
-    prompts: Sequence[str],
-    rates: Rates,
+    loaded: LoadedModel, mode: Mode, workload: Workload, prompts: Sequence[str]
 ) -> Outcome:
     """Sample all runs of ``workload``, opened at once, to their ends."""
     counters = loaded.runner.counters
     before = {name: getattr(counters, name) for name in _COUNTS}
     outcome = Outcome()
+    watched: list[WatchedCaches] = []
+
+    def watching(*arguments: Any) -> WatchedCaches:
+        watched.append(WatchedCaches(*arguments))
+        return watched[-1]
+
     # Nothing is shared: each policy is to do its own work.
     engine = LocalEngine(
-        loaded, prefill_chunk=PREFILL_CHUNK, suspend_policy=mode, reuse_prefixes=False
+        loaded,
+        prefill_chunk=PREFILL_CHUNK,
+        suspend_policy=mode,
+        reuse_prefixes=False,
+        parks=watching,
     )
+    [caches] = watched
     with closing(engine):
-        start = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for calls, prompt in zip(workload.calls, prompts, strict=True):
-                follower = _Follower(engine, calls, rates, outcome)
+                follower = _Follower(engine, caches, calls, outcome)
                 group.create_task(follower.sample(prompt))
-        outcome.seconds = time.monotonic() - start
+    outcome.preemptions = caches.preemptions
     outcome.counts = {name: getattr(counters, name) - before[name] for name in _COUNTS}
     return outcome
 
 
 class _Follower:
-    """Samples one run, takes the time its tools take, and watches its cache meanwhile."""
+    """Samples one run, and takes the time that its tools take."""
 
     def __init__(
         self,
         engine: LocalEngine,
+        caches: WatchedCaches,
         calls: Sequence[tuple[str, float]],
-        rates: Rates,
         outcome: Outcome,
     ) -> None:
         self._engine = engine
+        self._caches = caches
         self._calls = calls
-        self._rates = rates
         self._outcome = outcome
-        self._num_made = 0
+        self._suspended_at: list[float] = []
+        """At each call that was made."""
 
     async def sample(self, text: str) -> None:
         """Sample the run to its end, and note what it came to."""
@@ -234,45 +312,41 @@ class _Follower:
             async for _ in outputs:
                 pass
         self._outcome.run_seconds.append(time.monotonic() - start)
+        self._outcome.stops += self._stops(run)
         self._outcome.resume_seconds += [
             segment.time_to_first_token
             for segment in run.segments[1:]
             if segment.time_to_first_token is not None
         ]
 
+    def _stops(self, run: Run) -> list[Stop]:
+        return [
+            Stop(tool_seconds, since, self._caches.fates[since], resumed.queue_seconds)
+            for (_, tool_seconds), since, resumed in zip(
+                self._calls, self._suspended_at, run.segments[1:], strict=True
+            )
+        ]
+
     def _constraint(self) -> Constraint:
         """Return what the next turn is bound to: the next call, or text."""
-        if self._num_made == len(self._calls):
+        num_made = len(self._suspended_at)
+        if num_made == len(self._calls):
             return Constraint()
-        name, _ = self._calls[self._num_made]
+        name, _ = self._calls[num_made]
         return Constraint((_TOOLS[name],), min_calls=1, max_calls=1)
 
     async def _answer(self, run: Run, suspension: Suspension) -> Resumption | None:
         if not suspension.calls:
             return None
-        _, tool_seconds = self._calls[self._num_made]
-        self._num_made += 1
-        cache = self._engine.snapshot(run).cache
-        facts = Suspended(cache.num_tokens, cache.num_blocks, self._num_running_tokens())
-        disposition, held_seconds = await watch(cache, suspension.since, tool_seconds)
-        self._outcome.wastes.append(
-            (
-                waste(facts, self._rates, disposition, tool_seconds, held_seconds),
-                oracle_waste(facts, self._rates, tool_seconds),
-            )
-        )
+        _, tool_seconds = self._calls[len(self._suspended_at)]
+        self._suspended_at.append(suspension.since)
+        await asyncio.sleep(suspension.since + tool_seconds - time.monotonic())
         return await self._resumption(run, suspension)
-
-    def _num_running_tokens(self) -> int:
-        return sum(
-            len(run.tokens)
-            for run in self._engine.runs
-            if run.state in (RunState.PREFILLING, RunState.DECODING)
-        )
 
     async def _resumption(self, run: Run, suspension: Suspension) -> Resumption:
         requested_at = time.monotonic()
-        outputs = {call.call_id: f"{self._num_made}: done" for call in suspension.calls}
+        number = len(self._suspended_at)
+        outputs = {call.call_id: f"{number}: done" for call in suspension.calls}
         answered = suspension.answer(outputs)
         turn = RecordedTurn(answered.calls, tuple(run.sampled_in_segment()))
         known = TokenPrompt(Conversation([turn]), run.tokens.ids)
@@ -280,53 +354,39 @@ class _Follower:
         return Resumption(prompt, requested_at, self._constraint())
 
 
-async def watch(cache: KVCache, since: float, tool_seconds: float) -> tuple[Disposition, float]:
-    """Wait until ``tool_seconds`` after ``since``, and return what became of ``cache`` meanwhile,
-    and after how many seconds."""
-    while True:
-        elapsed = time.monotonic() - since
-        if cache.is_swapped:
-            disposition = Disposition.SWAP
-        elif cache.num_tokens == 0:
-            disposition = Disposition.DISCARD
-        elif elapsed >= tool_seconds:
-            return Disposition.PRESERVE, tool_seconds
-        else:
-            await asyncio.sleep(min(_LOOK_SECONDS, tool_seconds - elapsed))
-            continue
-        await asyncio.sleep(max(0.0, tool_seconds - elapsed))
-        return disposition, elapsed
-
-
 # --- What work takes ------------------------------------------------------------------------------
 
 
-def measured_rates(runner: ModelRunner) -> Rates:
-    """Return what forwarding and swapping take with this runner."""
+def measured_rates(runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> Rates:
+    """Return what forwarding and swapping take with this runner, by ``clock``."""
     costs = Costs(PREFILL_CHUNK)
     store = SwapStore(None)
     try:
         with torch.inference_mode():
+            # Whoever does something for the first time does it slowly.
+            _observe(runner, Costs(), store, clock)
             for _ in range(3):
-                _observe(runner, costs, store)
+                _observe(runner, costs, store, clock)
     finally:
         store.close()
     return costs.rates
 
 
-def _observe(runner: ModelRunner, costs: Costs, store: SwapStore) -> None:
+def _observe(
+    runner: ModelRunner, costs: Costs, store: SwapStore, clock: Callable[[], float]
+) -> None:
     cache = runner.new_cache()
     for num_tokens in (PREFILL_CHUNK, 64, 8, 1):
         ids = prompt_ids(num_tokens, runner.vocab_size)
-        start = time.perf_counter()
+        start = clock()
         runner.forward([Piece(ids, cache)])
-        costs.observe_forward(num_tokens, time.perf_counter() - start)
+        costs.observe_forward(num_tokens, clock() - start)
     for is_in in (False, True):
         num_blocks = blocks_for(cache.num_tokens)
-        start = time.perf_counter()
+        start = clock()
         if is_in:
             cache.swap_in()
         else:
             cache.swap_out(store)
-        costs.observe_swap(num_blocks, time.perf_counter() - start, is_in=is_in)
+        costs.observe_swap(num_blocks, clock() - start, is_in=is_in)
     cache.drop()

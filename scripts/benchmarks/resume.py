@@ -16,7 +16,7 @@ Rows = dict[str, dict[str, Figure]]
 
 def run(bench: Bench) -> Section:
     """Measure the section."""
-    contexts = bench.pick((512, 2048, 6000), (512, 2048))
+    contexts = bench.pick((512, 2048, 6000), (512, 1024))
     dtypes = dict.fromkeys(bench.pick((bench.auto_dtype, *bench.dtypes), (bench.auto_dtype,)))
     ours = [OurRunner(bench.runner(dtype), f"ours {dtype}") for dtype in dtypes]
     rivals = llama_cpp_contenders(bench, bench.pick(("Q8_0", "BF16", "Q4_1"), ("Q8_0",)))
@@ -28,7 +28,7 @@ def run(bench: Bench) -> Section:
         column = f"at {context:,}"
         for name, one in _append(bench, contenders, noise, context).items():
             intact.setdefault(name, {})[column] = one
-        for name, one in _prefill(bench, contenders, context).items():
+        for name, one in _prefill(bench, contenders, noise, context).items():
             again_from_nothing.setdefault(name, {})[column] = one
     for contender in contenders:
         contender.hold(0)
@@ -65,9 +65,15 @@ def _append(
     return {name: figure(values, "ms") for name, values in samples.items()}
 
 
-def _prefill(bench: Bench, contenders: list[Contender], context: int) -> dict[str, Figure]:
+def _prefill(
+    bench: Bench, contenders: list[Contender], noise: str, context: int
+) -> dict[str, Figure]:
     measurements = {c.name: partial(_prefill_ms, c, context) for c in contenders}
-    samples = alternate(measurements, bench.repeats(3, 1), settle=bench.settle)
+    samples = alternate(
+        {**measurements, again(noise): measurements[noise]},
+        bench.repeats(3, 1),
+        settle=bench.settle,
+    )
     return {name: figure(values, "ms") for name, values in samples.items()}
 
 

@@ -49,7 +49,8 @@ _REST_SECONDS = 0.0002
 def run(bench: Bench) -> Section:
     """Measure the section."""
     tokens = bench.pick(4000, 500)
-    room = (max(_STREAMS) + 1) * (tokens + _AROUND_TOKENS)
+    held = bench.pick(4000, 2000)  # or most of the time would be that of the requests
+    room = (max(_STREAMS) + 1) * (held + _AROUND_TOKENS)
     with (
         _simulating(0, room) as server,
         running(floors_command(0, room)) as floors,
@@ -57,11 +58,11 @@ def run(bench: Bench) -> Section:
         running(floors_command(_PACE, 10 * _CONTEXT)) as slow,
     ):
         _wait_for(server, floors, fast, slow)
-        cpu = _cpu_per_token(server, floors, tokens, bench.repeats(7, 2))
-        trips = _round_trips(fast, floors, bench.pick(100, 40), bench.repeats(5, 2))
-        reached = _reached(fast, tokens, bench.repeats(3, 1))
-        paced = _paced(slow, bench.pick(400, 150), bench.repeats(3, 1))
-        resumes = _resumes(slow, bench.pick(100, 30), bench.repeats(3, 1))
+        cpu = _cpu_per_token(server, floors, tokens, bench.repeats(7, 2), bench.pick(2, 1))
+        trips = _round_trips(fast, floors, bench.pick(100, 25), bench.repeats(5, 2))
+        reached = _reached(fast, held, bench.repeats(3, 1))
+        paced = _paced(slow, bench.pick(400, 100), bench.repeats(3, 1))
+        resumes = _resumes(slow, bench.pick(100, 15), bench.repeats(3, 1))
     return Section(
         "server-cost",
         "what the server adds to tokens and to appends; the model is simulated",
@@ -149,10 +150,12 @@ def called(closing: bytes) -> str:
 # --- Tokens ---------------------------------------------------------------------------------------
 
 
-def _cpu_per_token(server: Served, floors: Served, tokens: int, repeats: int) -> Rows:
+def _cpu_per_token(
+    server: Served, floors: Served, tokens: int, repeats: int, warm_ups: int
+) -> Rows:
     rows: Rows = {}
     for streams in _STREAMS:
-        took = _cpu_with(server, floors, streams, tokens, repeats)
+        took = _cpu_with(server, floors, streams, tokens, repeats, warm_ups)
         for name, one in took.items():
             rows.setdefault(name, {})[_streams(streams)] = one
     return rows
@@ -163,7 +166,7 @@ def _streams(number: int) -> str:
 
 
 def _cpu_with(
-    server: Served, floors: Served, streams: int, tokens: int, repeats: int
+    server: Served, floors: Served, streams: int, tokens: int, repeats: int, warm_ups: int
 ) -> dict[str, Figure]:
     with ExitStack() as stack:
 
@@ -182,7 +185,7 @@ def _cpu_with(
             again("total"): of_server,
         }
         settle = partial(wait_until_idle, [server.pid, floors.pid])
-        samples = alternate(measurements, repeats, settle=settle, warm_ups=2)
+        samples = alternate(measurements, repeats, settle=settle, warm_ups=warm_ups)
     took = {name: figure(values, "µs") for name, values in samples.items()}
     own = difference(took["total"], took["engine"])
     cores = figure([each * 1e-6 * _RATE * streams for each in own.samples], "cores")
@@ -221,38 +224,48 @@ def _cpu_microseconds(
 def _reached(server: Served, tokens: int, repeats: int) -> Rows:
     rows: Rows = {}
     for streams in _STREAMS:
-        rates: list[float] = []
-        cores: list[float] = []
         with ExitStack() as stack:
             sockets = [
                 stack.enter_context(RawSocket(server.port, RESPONSES)) for _ in range(streams)
             ]
-            _cpu_microseconds(server, sockets, words(tokens), tokens)  # warm up
-            for _ in range(repeats):
-                wait_until_idle([server.pid])
-                began_at, before = time.monotonic(), server.cpu_seconds()
-                for one in sockets:
-                    one.send(words(tokens))
-                times = skim_all(sockets)
-                elapsed = time.monotonic() - began_at
-                cores.append((server.cpu_seconds() - before) / elapsed)
-                rates.append(min(tokens / (last - first) for first, last in times))
-        rows[_streams(streams)] = {
-            "tokens/s, slowest stream": figure(rates, "tokens/s"),
-            "cores used": figure(cores, "cores"),
-        }
+            reach = partial(_reach, server, sockets, tokens)
+            samples = alternate(
+                {_streams(streams): reach, again(_streams(streams)): reach},
+                repeats,
+                settle=partial(wait_until_idle, [server.pid]),
+                warm_ups=1,
+            )
+        for name, reached in samples.items():
+            rows[name] = {
+                "tokens/s, slowest stream": figure([rate for rate, _ in reached], "tokens/s"),
+                "cores used": figure([cores for _, cores in reached], "cores"),
+            }
     return rows
 
 
+def _reach(server: Served, sockets: Sequence[RawSocket], tokens: int) -> tuple[float, float]:
+    """Return the tokens a second of the slowest of ``sockets``, and the cores used for all."""
+    began_at, before = time.monotonic(), server.cpu_seconds()
+    for one in sockets:
+        one.send(words(tokens))
+    times = skim_all(sockets)
+    cores = (server.cpu_seconds() - before) / (time.monotonic() - began_at)
+    return min(tokens / (last - first) for first, last in times), cores
+
+
 def _paced(server: Served, tokens: int, repeats: int) -> Rows:
-    requests = {
-        "bare": ("/bare", {"max_output_tokens": tokens, "seconds": 1 / _PACE}),
-        "server": (RESPONSES, words(tokens)),
-    }
-    late: dict[str, list[list[float]]] = {name: [] for name in requests}
-    for _ in range(repeats):
-        for name, (path, request) in requests.items():
-            late[name].append(_ways(server, path, request))
+    bare = {"max_output_tokens": tokens, "seconds": 1 / _PACE}
+    of_server = partial(_ways, server, RESPONSES, words(tokens))
+    late = alternate(
+        {
+            "bare": partial(_ways, server, "/bare", bare),
+            "server": of_server,
+            again("server"): of_server,
+        },
+        repeats,
+        settle=partial(wait_until_idle, [server.pid]),
+        warm_ups=1,
+    )
     rows = {name: summary(samples, "ms") for name, samples in late.items()}
     added = {c: difference(rows["server"][c], rows["bare"][c]) for c in rows["bare"]}
     return {**rows, "server less bare": added}
@@ -287,48 +300,59 @@ class Trip:
     """An append to its first event, in microseconds."""
 
     whole: float
-    queued: float
+    queued: float = 0.0
     """Until the model's first step began, by the server's own report, as what follows."""
-    prefill: float
+    prefill: float = 0.0
     """Of the model, until its first token was there."""
 
 
 def _round_trips(server: Served, floors: Served, number: int, repeats: int) -> Rows:
-    bare: list[list[float]] = []
-    trips: list[list[Trip]] = []
     with RawSocket(floors.port, "/bare") as below, RawSocket(server.port, RESPONSES) as one:
-        for round_number in range(-1, repeats):
-            wait_until_idle([server.pid, floors.pid])
-            echoed = [_bare_trip(below) for _ in range(number)]
-            took = [_trip(one) for _ in range(number)]
-            if round_number >= 0:  # the first one warms up
-                bare.append(echoed)
-                trips.append(took)
-    return trip_rows(bare, trips)
+
+        def trips() -> list[Trip]:
+            return [_trip(one) for _ in range(number)]
+
+        bare, took, took_again = alternate(
+            {
+                "bare": lambda: [_bare_trip(below) for _ in range(number)],
+                "server": trips,
+                again("server"): trips,
+            },
+            repeats,
+            settle=partial(wait_until_idle, [server.pid, floors.pid]),
+            warm_ups=1,
+        ).values()
+    return trip_rows(bare, took, took_again)
 
 
-def trip_rows(bare: Sequence[Sequence[float]], trips: Sequence[Sequence[Trip]]) -> Rows:
-    """Return what the appends of each round took, on a bare application and on the server."""
+def trip_rows(
+    bare: Sequence[Sequence[Trip]],
+    trips: Sequence[Sequence[Trip]],
+    trips_again: Sequence[Sequence[Trip]],
+) -> Rows:
+    """Return what the appends of each round took, on a bare application and on the server, there
+    twice."""
 
-    def row(value: Callable[[Trip], float]) -> dict[str, Figure]:
-        return summary([[value(trip) for trip in each] for each in trips], "µs")
+    def row(rounds: Sequence[Sequence[Trip]], value: Callable[[Trip], float]) -> dict[str, Figure]:
+        return summary([[value(trip) for trip in each] for each in rounds], "µs")
 
     rows = {
-        "bare": summary(bare, "µs"),
-        "server": row(lambda trip: trip.whole),
-        "of which to the model's step": row(lambda trip: trip.queued),
-        "of which that step": row(lambda trip: trip.prefill),
-        "server, without that step": row(lambda trip: trip.whole - trip.prefill),
+        "bare": row(bare, lambda trip: trip.whole),
+        "server": row(trips, lambda trip: trip.whole),
+        again("server"): row(trips_again, lambda trip: trip.whole),
+        "of which to the model's step": row(trips, lambda trip: trip.queued),
+        "of which that step": row(trips, lambda trip: trip.prefill),
+        "server, without that step": row(trips, lambda trip: trip.whole - trip.prefill),
     }
     without = rows["server, without that step"]
     return {**rows, "the same / bare": {"median": ratio(without["median"], rows["bare"]["median"])}}
 
 
-def _bare_trip(one: RawSocket) -> float:
+def _bare_trip(one: RawSocket) -> Trip:
     _rest()
     sent_at = time.monotonic()
     one.send({"max_output_tokens": 1, "input": [_output("call_1")]})
-    return 1e6 * (one.segment()[0][0] - sent_at)
+    return Trip(1e6 * (one.segment()[0][0] - sent_at))
 
 
 def _trip(one: RawSocket) -> Trip:
@@ -358,19 +382,38 @@ def _rest() -> None:
 
 
 def _resumes(server: Served, number: int, repeats: int) -> Rows:
-    handed: list[list[float]] = []
-    stepped: list[list[float]] = []
+    waits = partial(_resume_waits, server, number)
     with _decoding(server, 8):
-        for _ in range(repeats):
-            _noted(server)
-            _resume_often(server, number)
-            noted = _noted(server)
-            handed.append([1000 * seconds for seconds in noted["handed_after"]])
-            stepped.append([1000 * seconds for seconds in noted["stepped_after"]])
-    return {
-        "to the chunk handed to the model": summary(handed, "ms"),
-        "to the step that begins with it": summary(stepped, "ms"),
-    }
+        # There is no rest to wait for: eight runs decode all the time.
+        took, took_again = alternate(
+            {"once": waits, "again": waits}, repeats, settle=lambda: None
+        ).values()
+    return resume_rows(took, took_again)
+
+
+Waits = tuple[Sequence[float], Sequence[float]]
+"""Of some resumes: milliseconds to the chunk handed over, and to the step that begins with it."""
+
+
+def resume_rows(took: Sequence[Waits], took_again: Sequence[Waits]) -> Rows:
+    """Return what the resumes of each round waited for, which were measured twice."""
+    rows: Rows = {}
+    for place, name in enumerate(
+        ("to the chunk handed to the model", "to the step that begins with it")
+    ):
+        rows[name] = summary([each[place] for each in took], "ms")
+        rows[again(name)] = summary([each[place] for each in took_again], "ms")
+    return rows
+
+
+def _resume_waits(server: Served, number: int) -> Waits:
+    _noted(server)
+    _resume_often(server, number)
+    noted = _noted(server)
+    return (
+        [1000 * seconds for seconds in noted["handed_after"]],
+        [1000 * seconds for seconds in noted["stepped_after"]],
+    )
 
 
 def _resume_often(server: Served, number: int) -> None:

@@ -1,9 +1,10 @@
 """Many suspended runs, each on a socket of its own: what they hold, and whether all come back.
 
 The accelerator is simulated, but its caches are as large as those of SmolLM2-135M, and what it says
-depends on each position of them. First there is memory for all runs, and it is seen what each one
-takes of it. Then there is memory for a few, the others are in files, and each answer is compared
-with that of the same run where there was room. No two runs share a block.
+depends on each position of them. One server has memory for all its runs, and it is seen what each
+one takes of it. Another has memory for a few, the others are in files, and each answer is compared
+with that of the same run where there was room. No two runs share a block. What it takes to suspend
+and to resume is measured on both in turns, some runs at a time.
 """
 
 import json
@@ -12,11 +13,12 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 import psutil
@@ -25,6 +27,7 @@ from scripts.benchmarks import passage
 from scripts.benchmarks.bench import Bench
 from scripts.benchmarks.figures import Figure, figure
 from scripts.benchmarks.floors import kv_bytes
+from scripts.benchmarks.pairing import again, wait_until_idle
 from scripts.benchmarks.raw_socket import RawSocket, SocketError
 from scripts.benchmarks.section import Grid, Section
 from scripts.benchmarks.served import Served, serving
@@ -62,27 +65,27 @@ def run(bench: Bench) -> Section:
         serving(_options(sizes.num_kept + 2, "preserve", sizes)) as roomy,
         serving([*_options(sizes.num_in_pool, "swap", sizes), "--swap-dir", folder]) as narrow,
     ):
-        kept = _keep(roomy, sizes)
-        swapped = _swap(narrow, sizes, kept.answers)
+        measured = _measure(roomy, narrow, sizes)
     return Section(
         "suspended-sockets",
         f"{sizes.num_swapped:,} suspended runs on as many sockets; the model is simulated",
         [
-            Grid(f"{sizes.num_kept:,} runs in memory, KiB a run", _column(kept.memory)),
+            Grid(f"{sizes.num_kept:,} runs in memory, KiB a run", _column(measured.memory)),
             Grid(
                 f"{sizes.num_swapped:,} runs, memory for {sizes.num_in_pool:,}, others in files",
-                _column(swapped.outcome),
+                _column(measured.outcome),
             ),
-            Grid("a run, ms", _times(kept, swapped)),
+            Grid("a run, ms", times(measured.suspend_ms, measured.resume_ms)),
         ],
         {
             "is_simulated": True,
-            "tokens_a_run": kept.tokens_a_run,
+            "tokens_a_run": measured.tokens_a_run,
             "swap_directory": str(sizes.directory),
         },
         [
             *sizes.notes,
-            "suspend: request sent to suspended; the next run waits until this one is swapped out",
+            "suspend: request sent to suspended; the next run of a batch waits until this one is "
+            "swapped out, so the first one does not count",
             "all answers are those of the same runs where there was room",
         ],
     )
@@ -93,7 +96,7 @@ class Sizes:
     """How many runs there are room for."""
 
     num_kept: int
-    """In memory."""
+    """In memory: an even number, of which one half is measured apart from the other."""
     num_swapped: int
     """On sockets, where there is memory for few."""
     num_in_pool: int
@@ -111,13 +114,13 @@ class Sizes:
             "open files": raised_open_files() - _OTHER_FILES,
         }
         memory = _MEMORY_SHARE * psutil.virtual_memory().available / kv_bytes(_RUN_TOKENS)
-        num_swapped, fewer_swapped = fitting(bench.pick(1000, 25), rooms)
-        num_kept, fewer_kept = fitting(bench.pick(100, 10), {"memory": memory})
+        num_swapped, fewer_swapped = fitting(bench.pick(1000, 12), rooms)
+        num_kept, fewer_kept = fitting(bench.pick(100, 8), {"memory": memory})
         return Sizes(
-            min(num_kept, num_swapped),
+            max(2, min(num_kept, num_swapped) // 2 * 2),
             num_swapped,
             max(2, num_swapped // 20),
-            bench.pick(10.0, 3.0),
+            bench.pick(10.0, 1.5),
             directory,
             [*fewer_swapped, *fewer_kept],
         )
@@ -192,6 +195,8 @@ class Client:
         self._call_id = ""
         self.num_tokens = 0
         """Of its context, once it is suspended."""
+        self.said = ""
+        """What it answered, once it is over."""
 
     def suspend(self) -> float:
         """Have the run begin, and return the milliseconds until it is suspended."""
@@ -208,17 +213,17 @@ class Client:
         output = {"type": "function_call_output", "call_id": self._call_id, "output": "7 °C"}
         self._socket.send({"type": "response.append", "input": [output]})
 
-    def answer(self) -> str:
-        """Read to the end of the run, and return what it answers."""
+    def finish(self) -> None:
+        """Read to the end of the run."""
         response = self._closing("response.completed")
-        return str(response["output"][-1]["content"][0]["text"])
+        self.said = response["output"][-1]["content"][0]["text"]
 
-    def resume(self) -> tuple[float, str]:
-        """Have the run go on, and return the milliseconds until it is over, and its answer."""
+    def resume(self) -> float:
+        """Have the run go on, and return the milliseconds until it is over."""
         began_at = time.monotonic()
         self.append()
-        answer = self.answer()
-        return 1000 * (time.monotonic() - began_at), answer
+        self.finish()
+        return 1000 * (time.monotonic() - began_at)
 
     def close(self) -> None:
         """Leave."""
@@ -258,44 +263,83 @@ def _clients(server: Served, number: int) -> Iterator[list[Client]]:
 # --- What is measured -----------------------------------------------------------------------------
 
 
+_KEPT, _SWAPPED = "in memory", "in files"
+_BATCH = 4
+"""Runs of one server before it is the other one's turn."""
+
+Times = dict[str, list[float]]
+"""Milliseconds of runs, by where they are."""
+
+
 @dataclass(frozen=True)
-class _Kept:
-    """What runs came to that stayed in memory."""
+class _Measured:
+    """What runs came to, on both servers."""
 
     memory: dict[str, Figure]
-    suspend_ms: Sequence[float]
-    resume_ms: Sequence[float]
-    answers: Sequence[str]
-    """Of all runs, those included that are swapped out later."""
+    outcome: dict[str, Figure]
+    suspend_ms: Times
+    resume_ms: Times
     tokens_a_run: int
 
 
-def _keep(server: Served, sizes: Sizes) -> _Kept:
-    _whole_run(server, sizes.num_swapped)  # what is made once is not to count
-    blocks_before = server.metric("suspend_kv_blocks", state="used")
-    before = server.resident_bytes()
-    with _clients(server, sizes.num_kept) as clients:
-        suspend_ms = [client.suspend() for client in clients]
-        resident = server.resident_bytes() - before
-        blocks = server.metric("suspend_kv_blocks", state="used") - blocks_before
-        resumed = [client.resume() for client in clients]
-        tokens_a_run = clients[0].num_tokens
-    others = range(sizes.num_kept, sizes.num_swapped)
-    return _Kept(
-        memory_a_run(resident, int(blocks) * kv_bytes(1), sizes.num_kept),
+def _measure(roomy: Served, narrow: Served, sizes: Sizes) -> _Measured:
+    _whole_run(roomy, sizes.num_swapped)  # what is made once is not to count
+    resident, kv = roomy.resident_bytes(), _kv_bytes(roomy, "used")
+    settle = partial(wait_until_idle, [roomy.pid, narrow.pid])
+    with _clients(roomy, sizes.num_kept) as kept, _clients(narrow, sizes.num_swapped) as swapped:
+        others = swapped[sizes.num_kept // 2 :]
+        suspend_ms = in_turns(kept, swapped, Client.suspend, settle)
+        for client in others:
+            client.suspend()
+        resident, kv = roomy.resident_bytes() - resident, _kv_bytes(roomy, "used") - kv
+        outcome = _at_rest(narrow, sizes.idle_seconds)
+        resume_ms = in_turns(kept, swapped, Client.resume, settle)
+        outcome |= _resumed_at_once(others) | _work(narrow)
+    outcome["answers after all left, s"] = figure([_seconds_to_answer(narrow)], "s")
+    answers = [client.said for client in kept]
+    answers += [_whole_run(roomy, number) for number in range(len(kept), len(swapped))]
+    check([client.said for client in swapped], answers[: len(swapped)])
+    return _Measured(
+        memory_a_run(resident, kv, len(kept)),
+        {"resumed": figure([len(swapped)], "runs"), **outcome},
         suspend_ms,
-        [elapsed for elapsed, _ in resumed],
-        [*(answer for _, answer in resumed), *(_whole_run(server, number) for number in others)],
-        tokens_a_run,
+        resume_ms,
+        kept[0].num_tokens,
     )
+
+
+Each = TypeVar("Each")
+
+
+def in_turns(
+    kept: Sequence[Each],
+    swapped: Sequence[Each],
+    measure: Callable[[Each], float],
+    settle: Callable[[], object],
+) -> Times:
+    """Return what ``measure`` gives for all of ``kept``, which is two halves of the same, and for
+    half as many of ``swapped``.
+
+    The first of each batch does not wait for what the one before has left to be done, so it counts
+    only where it is alone.
+    """
+    half = len(kept) // 2
+    places = {_KEPT: kept[:half], _SWAPPED: swapped[:half], again(_KEPT): kept[half:]}
+    times: Times = {name: [] for name in places}
+    for start in range(0, half, _BATCH):
+        for name, each in places.items():
+            settle()
+            batch = [measure(one) for one in each[start : start + _BATCH]]
+            times[name] += batch[1:] or batch
+    return times
 
 
 def _whole_run(server: Served, number: int) -> str:
     client = Client(server, number)
     try:
         client.suspend()
-        _, answer = client.resume()
-        return answer
+        client.resume()
+        return client.said
     finally:
         client.close()
 
@@ -312,47 +356,43 @@ def memory_a_run(resident: int, kv: int, number: int) -> dict[str, Figure]:
     }
 
 
-@dataclass(frozen=True)
-class _Swapped:
-    """What runs came to that were swapped out."""
-
-    outcome: dict[str, Figure]
-    suspend_ms: Sequence[float]
-    resume_ms: Sequence[float]
+def _kv_bytes(server: Served, state: str) -> int:
+    return int(server.metric("suspend_kv_blocks", state=state)) * kv_bytes(1)
 
 
-def _swap(server: Served, sizes: Sizes, answers: Sequence[str]) -> _Swapped:
-    with _clients(server, sizes.num_swapped) as clients:
-        suspend_ms = [client.suspend() for client in clients]
-        swapped = server.metric("suspend_kv_blocks", state="swapped") * kv_bytes(1)
-        idle = _idle_share(server, sizes.idle_seconds)
-        resident = server.resident_bytes()
-        one_by_one = clients[: sizes.num_in_pool]
-        resumed = [client.resume() for client in one_by_one]
-        began_at = time.monotonic()
-        at_once = clients[sizes.num_in_pool :]
-        for client in at_once:
-            client.append()
-        found = [answer for _, answer in resumed] + [client.answer() for client in at_once]
-        elapsed = time.monotonic() - began_at
-        swaps = {name: server.metric(f"suspend_swaps_{name}_total") for name in ("out", "in")}
-        reforwarded = server.metric("suspend_tokens_reforwarded_total")
-    began_at = time.monotonic()  # all have left at once
-    server.metric("suspend_swaps_in_total")
-    busy_seconds = time.monotonic() - began_at
-    check(found, answers)
-    outcome = {
-        "resumed": figure([len(found)], "runs"),
+def _at_rest(server: Served, idle_seconds: float) -> dict[str, Figure]:
+    """Return what a server holds and does while all its runs are suspended."""
+    swapped = _kv_bytes(server, "swapped")
+    idle = _idle_share(server, idle_seconds)
+    return {
         "swapped out, GiB": figure([swapped / _GIB], "GiB"),
-        "server's memory, GiB": figure([resident / _GIB], "GiB"),
+        "server's memory, GiB": figure([server.resident_bytes() / _GIB], "GiB"),
         "idle, % of a core": figure([100 * idle], "%"),
-        "resumed at once, a second": figure([len(at_once) / elapsed], "runs/s"),
-        "swaps out": figure([swaps["out"]], ""),
-        "swaps in": figure([swaps["in"]], ""),
-        "computed again": figure([reforwarded], "tokens"),
-        "answers after all left, s": figure([busy_seconds], "s"),
     }
-    return _Swapped(outcome, suspend_ms, [elapsed for elapsed, _ in resumed])
+
+
+def _resumed_at_once(clients: Sequence[Client]) -> dict[str, Figure]:
+    began_at = time.monotonic()
+    for client in clients:
+        client.append()
+    for client in clients:
+        client.finish()
+    rate = len(clients) / (time.monotonic() - began_at)
+    return {"resumed at once, a second": figure([rate], "runs/s")}
+
+
+def _work(server: Served) -> dict[str, Figure]:
+    return {
+        "swaps out": figure([server.metric("suspend_swaps_out_total")], ""),
+        "swaps in": figure([server.metric("suspend_swaps_in_total")], ""),
+        "computed again": figure([server.metric("suspend_tokens_reforwarded_total")], "tokens"),
+    }
+
+
+def _seconds_to_answer(server: Served) -> float:
+    began_at = time.monotonic()
+    server.metric("suspend_swaps_in_total")
+    return time.monotonic() - began_at
 
 
 def _idle_share(server: Served, seconds: float) -> float:
@@ -382,16 +422,15 @@ def _column(figures: dict[str, Figure]) -> dict[str, dict[str, Figure]]:
     return {name: {"runs": one} for name, one in figures.items()}
 
 
-def _times(kept: _Kept, swapped: _Swapped) -> dict[str, dict[str, Figure]]:
-    def row(suspend_ms: Sequence[float], resume_ms: Sequence[float]) -> dict[str, Figure]:
-        return {"suspend": figure(suspend_ms, "ms"), "resume": figure(resume_ms, "ms")}
-
+def times(suspend_ms: Times, resume_ms: Times) -> dict[str, dict[str, Figure]]:
+    """Return what it takes to suspend and to resume where there is room, where there is little,
+    and what of that is swapping."""
     rows = {
-        "in memory": row(kept.suspend_ms, kept.resume_ms),
-        "in files": row(swapped.suspend_ms, swapped.resume_ms),
+        name: {"suspend": figure(suspend_ms[name], "ms"), "resume": figure(resume_ms[name], "ms")}
+        for name in suspend_ms
     }
     swapping = {
-        name: figure([rows["in files"][name].median - one.median], "ms")
-        for name, one in rows["in memory"].items()
+        name: figure([rows[_SWAPPED][name].median - one.median], "ms")
+        for name, one in rows[_KEPT].items()
     }
     return {**rows, "swapping, by the medians": swapping}

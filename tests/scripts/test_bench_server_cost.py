@@ -11,6 +11,7 @@ from scripts.benchmarks.server_cost import (
     called,
     difference,
     percentile,
+    resume_rows,
     summary,
     time_info,
     trip_rows,
@@ -39,12 +40,28 @@ def test_a_difference_is_taken_round_by_round() -> None:
 
 
 def test_the_models_step_is_left_out_of_a_round_trip() -> None:
-    rows = trip_rows([[40, 50, 60]], [[Trip(400, 100, 250), Trip(300, 90, 100), Trip(200, 80, 50)]])
+    bare = [[Trip(40), Trip(50), Trip(60)]]
+    trips = [[Trip(400, 100, 250), Trip(300, 90, 100), Trip(200, 80, 50)]]
 
+    rows = trip_rows(bare, trips, [[Trip(310)]])
+
+    assert rows["bare"]["median"].samples == (50,)
     assert rows["server"]["median"].samples == (300,)
+    assert rows["server, again"]["median"].samples == (310,)
     assert rows["of which to the model's step"]["median"].samples == (90,)
     assert rows["server, without that step"]["median"].samples == (150,)
     assert rows["the same / bare"]["median"].samples == (3,)
+
+
+def test_resumes_are_measured_twice_in_each_round() -> None:
+    rows = resume_rows([([1, 2, 3], [5]), ([4], [6])], [([7], [8]), ([9], [10])])
+
+    handed, handed_again, stepped, stepped_again = rows.values()
+    assert "to the step that begins with it, again" in rows
+    assert handed["median"].samples == (2, 4)
+    assert handed_again["median"].samples == (7, 9)
+    assert stepped["median"].samples == (5, 6)
+    assert stepped_again["median"].samples == (8, 10)
 
 
 def test_the_latest_call_is_the_one_that_is_answered() -> None:

@@ -10,7 +10,9 @@ from scripts.benchmarks.suspended_sockets import (
     create,
     file_system,
     fitting,
+    in_turns,
     memory_a_run,
+    times,
 )
 
 
@@ -46,6 +48,40 @@ def test_memory_is_told_a_run() -> None:
     assert row["keys and values"].median == 10.0
     assert row["beside them"].median == 1.0
     assert row["resident / keys and values"].median == 1.1
+
+
+def test_runs_in_memory_and_in_files_take_turns_and_those_in_memory_are_measured_twice() -> None:
+    events: list[float] = []
+
+    def measure(milliseconds: float) -> float:
+        events.append(milliseconds)
+        return milliseconds
+
+    taken = in_turns(
+        list(range(12)), list(range(100, 120)), measure, settle=lambda: events.append(-1)
+    )
+
+    assert events == [
+        *(-1, 0, 1, 2, 3, -1, 100, 101, 102, 103, -1, 6, 7, 8, 9),
+        *(-1, 4, 5, -1, 104, 105, -1, 10, 11),
+    ]
+    # The first of a batch waits for nobody.
+    assert taken == {
+        "in memory": [1, 2, 3, 5],
+        "in files": [101, 102, 103, 105],
+        "in memory, again": [7, 8, 9, 11],
+    }
+
+
+def test_swapping_is_what_files_take_beyond_memory() -> None:
+    suspend = {"in memory": [1.0, 3.0], "in files": [10.0], "in memory, again": [2.5]}
+    resume = {"in memory": [1.0], "in files": [5.0], "in memory, again": [1.5]}
+
+    rows = times(suspend, resume)
+
+    assert rows["swapping, by the medians"]["suspend"].median == 8.0
+    assert rows["swapping, by the medians"]["resume"].median == 4.0
+    assert rows["in memory, again"]["suspend"].median == 2.5
 
 
 def test_answers_are_compared() -> None:

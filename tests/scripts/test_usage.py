@@ -30,7 +30,15 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def play(ledger: Ledger, run_id: str, key: str, model: str, created_at: int) -> None:
+def play(
+    ledger: Ledger,
+    run_id: str,
+    key: str,
+    model: str,
+    created_at: int,
+    *,
+    is_simulated: bool = False,
+) -> None:
     run = RunOpened(
         run_id=run_id,
         key=key,
@@ -38,6 +46,7 @@ def play(ledger: Ledger, run_id: str, key: str, model: str, created_at: int) -> 
         requested_model=model,
         design="append",
         created_at=created_at,
+        is_simulated=is_simulated,
     )
     usage = SegmentUsage(
         index=0,
@@ -130,8 +139,25 @@ def test_json_is_one_line_of_exact_numbers(data_dir: Path) -> None:
             "reasoning_tokens": 0,
             "cost_nanodollars": None,
             "num_unpriced_runs": 1,
+            "is_simulated": False,
         }
     ]
+
+
+def test_what_was_made_up_says_so_beside_its_price(data_dir: Path) -> None:
+    with closing(Ledger(data_dir, PRICES)) as ledger:
+        play(ledger, "run_4", "ada", "cheap", 1_000_000, is_simulated=True)
+
+    table = usage("--data-dir", data_dir, "--key", "ada").output
+    totals = json.loads(usage("--data-dir", data_dir, "--key", "ada", "--json").output)
+
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines()]
+    assert [(row[1], row[-1]) for row in rows if row] == [
+        ("cheap", "0.000142"),
+        ("cheap (simulated)", "0.000142"),
+        ("dear", "no price"),
+    ]
+    assert [total["is_simulated"] for total in totals] == [False, True, False]
 
 
 def test_runs_count_from_the_beginning_of_the_day(data_dir: Path) -> None:

@@ -139,7 +139,7 @@ async def test_a_run_has_a_row_and_each_segment_one(ledger: Ledger, folder: Path
     assert query(folder, "SELECT * FROM runs") == [
         (
             *("run_1", "ada", "cheap", "default", "append", "incomplete", 1000, 1_000_000.0),
-            *(2, 140, 60, 20, 6, 0.75, cost),
+            *(2, 140, 60, 20, 6, 0.75, cost, False),
         )
     ]
     assert query(folder, "SELECT * FROM segments") == [
@@ -220,9 +220,9 @@ async def test_totals_are_by_key_and_model(ledger: Ledger) -> None:
     play(ledger, opened("run_4", key=""))
 
     assert await ledger.totals() == [
-        Total("", "cheap", 1, 1, 100, 20, 10, 3, COST, 0),
-        Total("ada", "cheap", 2, 3, 300, 60, 30, 9, 3 * COST, 0),
-        Total("ada", "dear", 1, 1, 100, 20, 10, 3, None, 1),
+        Total("", "cheap", 1, 1, 100, 20, 10, 3, COST, 0, False),
+        Total("ada", "cheap", 2, 3, 300, 60, 30, 9, 3 * COST, 0, False),
+        Total("ada", "dear", 1, 1, 100, 20, 10, 3, None, 1, False),
     ]
 
 
@@ -635,6 +635,83 @@ def make_folder(folder: Path) -> None:
 
 def make_folder_of_journal(folder: Path) -> None:
     (folder / JOURNAL_FILE).mkdir()
+
+
+OLDER_SCHEMA = """
+CREATE TABLE runs (
+    run_id TEXT NOT NULL PRIMARY KEY,
+    key TEXT NOT NULL,
+    model TEXT NOT NULL,
+    requested_model TEXT NOT NULL,
+    design TEXT NOT NULL,
+    status TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    finished_at REAL NOT NULL,
+    num_segments INTEGER NOT NULL,
+    input_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    reasoning_tokens INTEGER NOT NULL,
+    seconds REAL NOT NULL,
+    cost_nanodollars INTEGER
+);
+CREATE INDEX runs_by_key ON runs (key, created_at);
+CREATE INDEX runs_by_age ON runs (created_at);
+CREATE TABLE segments (
+    run_id TEXT NOT NULL REFERENCES runs (run_id) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    input_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    reasoning_tokens INTEGER NOT NULL,
+    seconds REAL NOT NULL,
+    PRIMARY KEY (run_id, number)
+) WITHOUT ROWID;
+"""
+
+
+def make_older(folder: Path) -> None:
+    """Leave what the first version of this program did: one run, and no mark of simulated ones."""
+    with closing(sqlite3.connect(folder / LEDGER_FILE)) as database:
+        database.executescript(
+            f"{OLDER_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = 1;"
+            "INSERT INTO runs VALUES ('run_old', 'ada', 'cheap', 'default', 'append', 'completed',"
+            " 1000, 1001.0, 1, 100, 20, 10, 3, 0.5, 7);"
+        )
+
+
+def test_a_file_of_the_version_before_can_be_read_as_it_is(tmp_path: Path) -> None:
+    make_older(tmp_path)
+
+    [total] = read_totals(tmp_path)
+
+    assert (total.model, total.num_runs, total.is_simulated) == ("cheap", 1, False)
+    assert query(tmp_path, "PRAGMA user_version") == [(1,)]
+
+
+def test_a_file_of_the_version_before_becomes_one_of_this(tmp_path: Path) -> None:
+    make_older(tmp_path)
+    new_ledger(tmp_path / "new").close()
+
+    for number in range(2):
+        with closing(new_ledger(tmp_path)) as ledger:
+            play(ledger, opened(f"run_{number}", is_simulated=True))
+
+    assert run_ids(tmp_path) == ["run_old", "run_0", "run_1"]
+    assert query(tmp_path, "SELECT is_simulated FROM runs") == [(0,), (1,), (1,)]
+    for pragma in ("user_version", "table_info(runs)"):
+        assert query(tmp_path, f"PRAGMA {pragma}") == query(tmp_path / "new", f"PRAGMA {pragma}")
+
+
+async def test_runs_that_were_simulated_are_not_added_to_others(
+    ledger: Ledger, folder: Path
+) -> None:
+    play(ledger, opened("run_1"))
+    play(ledger, opened("run_2", is_simulated=True), num_segments=2)
+
+    totals = await ledger.totals()
+
+    assert [(total.is_simulated, total.num_segments) for total in totals] == [(False, 1), (True, 2)]
 
 
 BAD_FILES = {
