@@ -176,7 +176,7 @@ def main(
 def _members(text: str) -> dict[str, Any]:
     try:
         members = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         members = None
     if not isinstance(members, dict):
         raise ValueError(f"expected a JSON object, got {text!r}")

@@ -238,5 +238,5 @@ def _endpoint(options: RemoteOptions, *, key: str = "OPENAI_API_KEY") -> Endpoin
             omitted=options.omitted,
         )
     except (ValueError, httpx2.InvalidURL) as error:
-        raise EngineChoiceError(f"--endpoint {options.endpoint}: {error}") from error
+        raise EngineChoiceError(f"endpoint {options.endpoint}: {error}") from error
     return Endpoint(settings)

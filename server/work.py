@@ -6,6 +6,7 @@ is counted where the work is done.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,13 +57,18 @@ class Tallies:
     """What was done in each stage. Any thread may add to it."""
 
     def __init__(self) -> None:
-        self._by_stage = {stage: Tally() for stage in Stage}
+        self._by_stage: defaultdict[Stage, Tally] = defaultdict(Tally)
         self._lock = Lock()
 
     def add(self, stage: Stage, runs: int, items: int, seconds: float) -> None:
         """Add what was done in a stage."""
         with self._lock:
             self._by_stage[stage].add(runs, items, seconds)
+
+    def absorb(self, other: "Tallies") -> None:
+        """Add all that ``other`` has, which nobody adds to any more."""
+        for stage, tally in other._by_stage.items():
+            self.add(stage, tally.runs, tally.items, tally.seconds)
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:
@@ -74,16 +80,16 @@ class Tallies:
             self.add(stage, 0, 0, time.perf_counter() - began_at)
 
     def __getitem__(self, stage: Stage) -> Tally:
-        return self._by_stage[stage]
+        return self._by_stage.get(stage) or Tally()
 
     def __iter__(self) -> Iterator[tuple[Stage, Tally]]:
-        return iter(self._by_stage.items())
+        return ((stage, self[stage]) for stage in Stage)
 
     def as_json(self) -> JsonObject:
         """Return what was done where anything was."""
         return {
             stage.value: {"runs": tally.runs, "items": tally.items, "seconds": tally.seconds}
-            for stage, tally in self._by_stage.items()
+            for stage, tally in self
             if tally.runs or tally.items
         }
 
@@ -137,8 +143,7 @@ class Work:
 
     def absorb(self, other: "Work") -> None:
         """Take over what was done for ``other``, which goes on as a part of this."""
-        for stage, tally in other.tallies:
-            self.tallies.add(stage, tally.runs, tally.items, tally.seconds)
+        self.tallies.absorb(other.tallies)
 
     # --- Time -------------------------------------------------------------------------------------
 

@@ -77,5 +77,5 @@ def _instead(answer: httpx2.Response) -> str:
         return f"{status}, to {answer.headers['location']}. Is the API there?"
     kind = answer.headers.get("content-type", "no type")
     if kind.startswith("application/json"):
-        return f"{status}, with {answer.text[:_MAX_CHARACTERS]}"
+        return f"{status}, with {answer.content[:_MAX_CHARACTERS].decode(errors='replace')}"
     return f"{status}, with {kind} instead of JSON. Is the API below another path?"

@@ -68,6 +68,7 @@ async def run(*options: str) -> tuple[int | None, str, str]:
         [NOBODY, "--dialect", "klingon"],
         [NOBODY, "--with", "[]"],
         [NOBODY, "--with", "{"],
+        [NOBODY, "--with", '{"a": ' + "[" * 100_000],
         [NOBODY, "--api-key", "sk-a\n"],
         [NOBODY, "--jobs", "0"],
         [NOBODY, "--max-requests", "0"],

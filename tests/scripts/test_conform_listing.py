@@ -49,6 +49,10 @@ async def test_the_first_model_is_found() -> None:
         (JSONResponse({"detail": "Not Found"}, 404), '404 Not Found, with {"detail":"Not Found"}'),
         (JSONResponse({"error": None}, 401), "401 Unauthorized. The key is missing, wrong"),
         (HTMLResponse("<h1>Hi</h1>"), "with text/html; charset=utf-8 instead of JSON"),
+        (
+            Response(b"[\xff]", headers={"content-type": "application/json; charset=rot13"}),
+            "200 OK, with [\ufffd]",
+        ),
         (HTMLResponse("<h1>No</h1>", 404), "404 Not Found, with text/html"),
         (RedirectResponse("https://a.test/v1/models"), "to https://a.test/v1/models"),
         (JSONResponse({"data": 1} | {"x": "y" * 999}), '{"data":1,"x":"yyy'),
