@@ -44,7 +44,7 @@ def main(
         list[str] | None,
         typer.Argument(metavar="[SECTION]...", help=f"Of {', '.join(SECTIONS)}; all by default."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two minutes in all.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="About two minutes in all.")] = False,
     repeats: Annotated[
         int | None,
         typer.Option(min=1, help="Rounds of each section.", show_default="its own number"),

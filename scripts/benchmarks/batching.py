@@ -20,7 +20,6 @@ from scripts.benchmarks.figures import Figure, figure, ratio
 from scripts.benchmarks.pairing import again, alternate
 from scripts.benchmarks.section import Grid, Section
 
-CONTEXT_TOKENS = 512
 _RUNS = 8
 """Concurrent runs of the engine."""
 
@@ -31,11 +30,12 @@ def run(bench: Bench) -> Section:
     """Measure the section."""
     sizes = bench.pick((1, 2, 4, 8, 16), (1, 8))
     steps = bench.pick(16, 6)
+    context = bench.pick(512, 128)
     rates: Rows = {}
     ratios: Rows = {}
     for dtype in bench.pick(bench.dtypes, (bench.auto_dtype,)):
         name = f"runner {dtype}"
-        batch = _Batch(bench.runner(dtype), max(sizes))
+        batch = _Batch(bench.runner(dtype), max(sizes), context)
         measurements = {_sequences(size): partial(batch.rate, size, steps) for size in sizes}
         noise = _sequences(1)
         samples = alternate(
@@ -47,10 +47,10 @@ def run(bench: Bench) -> Section:
         batch.drop()
         rates[name] = {size: figure(values, "tokens/s") for size, values in samples.items()}
         ratios[name] = {s: ratio(each, rates[name][noise]) for s, each in rates[name].items()}
-    engine_rates = asyncio.run(_measure_engine(bench))
+    engine_rates = asyncio.run(_measure_engine(bench, context))
     return Section(
         "batching",
-        f"sequences decoded together, at a context of {CONTEXT_TOKENS}",
+        f"sequences decoded together, at a context of {context}",
         [
             Grid("all sequences together, tokens/s", rates),
             Grid("ratio to one sequence; its A/A ratio last", ratios),
@@ -78,14 +78,15 @@ def _runs(number: int) -> str:
 class _Batch:
     """Sequences of one runner, each with a context of its own."""
 
-    def __init__(self, runner: ModelRunner, num_sequences: int) -> None:
+    def __init__(self, runner: ModelRunner, num_sequences: int, context: int) -> None:
         self._runner = runner
+        self._context = context  # in tokens
         self._caches = [self._filled(number) for number in range(num_sequences)]
 
     def _filled(self, number: int) -> KVCache:
         cache = self._runner.new_cache()
-        ids = prompt_ids(CONTEXT_TOKENS, self._runner.vocab_size, start=1000 * number)
-        for start in range(0, CONTEXT_TOKENS, PREFILL_CHUNK):
+        ids = prompt_ids(self._context, self._runner.vocab_size, start=1000 * number)
+        for start in range(0, self._context, PREFILL_CHUNK):
             self._runner.forward([Piece(ids[start : start + PREFILL_CHUNK], cache)])
         return cache
 
@@ -99,7 +100,7 @@ class _Batch:
             token_ids = list(map(best_token, self._runner.forward(pieces)))
         seconds = time.perf_counter() - start
         for cache in caches:
-            cache.truncate(CONTEXT_TOKENS)
+            cache.truncate(self._context)
         return num_sequences * num_steps / seconds
 
     def drop(self) -> None:
@@ -111,11 +112,11 @@ class _Batch:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-async def _measure_engine(bench: Bench) -> Rows:
+async def _measure_engine(bench: Bench, context: int) -> Rows:
     """Return what runs sample together, from opening them to their last output."""
     num_tokens = bench.pick(96, 64)
-    loaded = bench.loaded_model(bench.auto_dtype, 2 * _RUNS * (CONTEXT_TOKENS + num_tokens + 64))
-    prompts = passage.windows(bench.model_directory, _RUNS, CONTEXT_TOKENS, overlap=True)
+    loaded = bench.loaded_model(bench.auto_dtype, 2 * _RUNS * (context + num_tokens + 64))
+    prompts = passage.windows(bench.model_directory, _RUNS, context, overlap=True)
     rows: dict[str, dict[str, list[float]]] = {}
     with closing(_engine(loaded)) as engine:
         rounds = bench.repeats(5, 1)

@@ -22,7 +22,6 @@ from scripts.benchmarks.figures import figure, ratio
 from scripts.benchmarks.pairing import again, alternate
 from scripts.benchmarks.section import Grid, Section
 
-_CONTEXT_TOKENS = 512
 _PROMPT_TOKENS = 48
 _NUM_WINDOWS = 8
 _NUM_PROMPTS = 6
@@ -32,7 +31,8 @@ def run(bench: Bench) -> Section:
     """Measure the section."""
     window_tokens, num_greedy = bench.pick((256, 256), (64, 64))
     dtypes = bench.pick(bench.dtypes, tuple(dict.fromkeys(("float32", bench.auto_dtype))))
-    rates = _rates(bench)
+    context = bench.pick(512, 128)
+    rates = _rates(bench, context)
     fast, exact = rates
     return Section(
         "exact",
@@ -58,7 +58,7 @@ def run(bench: Bench) -> Section:
         ],
         {
             "our_threads": bench.threads,
-            "context": _CONTEXT_TOKENS,
+            "context": context,
             "perplexity_tokens": _NUM_WINDOWS * (window_tokens - 1),
             "perplexity_window": window_tokens,
             "greedy_tokens": num_greedy,
@@ -74,17 +74,17 @@ def run(bench: Bench) -> Section:
 # --- Speed ----------------------------------------------------------------------------------------
 
 
-def _rates(bench: Bench) -> Rows:
+def _rates(bench: Bench, context: int) -> Rows:
     steps = bench.pick(16, 6)
     names = {f"fast ({bench.auto_dtype})": False, "exact": True}
     what = {"1 sequence": 1, "8 sequences": 8}
     measurements: dict[tuple[str, str], Callable[[], float]] = {}
     for name, is_exact in names.items():
         dtype = "float32" if is_exact else bench.auto_dtype
-        decoder = _Decoder(bench.runner(dtype, is_exact=is_exact), max(what.values()))
+        decoder = _Decoder(bench.runner(dtype, is_exact=is_exact), max(what.values()), context)
         for column, number in what.items():
             measurements[name, column] = partial(decoder.decode_rate, number, steps)
-        measurements[name, f"prefill of {_CONTEXT_TOKENS}"] = decoder.prefill_rate
+        measurements[name, f"prefill of {context}"] = decoder.prefill_rate
     first = next(iter(names))
     measurements[first, again("1 sequence")] = measurements[first, "1 sequence"]
     samples = alternate(measurements, bench.repeats(7, 1), settle=bench.settle, warm_ups=1)
@@ -97,14 +97,15 @@ def _rates(bench: Bench) -> Rows:
 class _Decoder:
     """Sequences of one runner, at one context."""
 
-    def __init__(self, runner: ModelRunner, num_sequences: int) -> None:
+    def __init__(self, runner: ModelRunner, num_sequences: int, context: int) -> None:
         self._runner = runner
-        self._ids = prompt_ids(_CONTEXT_TOKENS, runner.vocab_size)
+        self._context = context  # in tokens
+        self._ids = prompt_ids(context, runner.vocab_size)
         self._caches = [self._read() for _ in range(num_sequences)]
 
     def _read(self) -> KVCache:
         cache = self._runner.new_cache()
-        for start in range(0, _CONTEXT_TOKENS, PREFILL_CHUNK):
+        for start in range(0, self._context, PREFILL_CHUNK):
             self._runner.forward([Piece(self._ids[start : start + PREFILL_CHUNK], cache)])
         return cache
 
@@ -114,7 +115,7 @@ class _Decoder:
         greedy(self._runner, caches, [3] * num_sequences, num_steps)
         seconds = time.perf_counter() - start
         for cache in caches:
-            cache.truncate(_CONTEXT_TOKENS)
+            cache.truncate(self._context)
         return num_sequences * num_steps / seconds
 
     def prefill_rate(self) -> float:
@@ -122,7 +123,7 @@ class _Decoder:
         cache = self._read()
         seconds = time.perf_counter() - start
         cache.drop()
-        return _CONTEXT_TOKENS / seconds
+        return self._context / seconds
 
 
 # --- Quality --------------------------------------------------------------------------------------

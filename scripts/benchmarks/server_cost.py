@@ -49,7 +49,7 @@ _REST_SECONDS = 0.0002
 def run(bench: Bench) -> Section:
     """Measure the section."""
     tokens = bench.pick(4000, 500)
-    held = bench.pick(4000, 2000)  # or most of the time would be that of the requests
+    held = bench.pick(4000, 1000)  # or most of the time would be that of the requests
     room = (max(_STREAMS) + 1) * (held + _AROUND_TOKENS)
     with (
         _simulating(0, room) as server,
@@ -59,7 +59,7 @@ def run(bench: Bench) -> Section:
     ):
         _wait_for(server, floors, fast, slow)
         cpu = _cpu_per_token(server, floors, tokens, bench.repeats(7, 2), bench.pick(2, 1))
-        trips = _round_trips(fast, floors, bench.pick(100, 25), bench.repeats(5, 2))
+        trips = _round_trips(fast, floors, bench.pick(100, 15), bench.repeats(5, 2))
         reached = _reached(fast, held, bench.repeats(3, 1))
         paced = _paced(slow, bench.pick(400, 100), bench.repeats(3, 1))
         resumes = _resumes(slow, bench.pick(100, 15), bench.repeats(3, 1))

@@ -22,7 +22,7 @@ Rows = dict[str, dict[str, Figure]]
 
 def run(bench: Bench) -> Section:
     """Measure the section."""
-    contexts = bench.pick((128, 1024, 4096), (1024,))
+    contexts = bench.pick((128, 1024, 4096), (512,))
     prompts = bench.pick((512, 2048), (512,))
     steps = bench.pick(16, 6)
     dtypes = bench.pick(bench.dtypes, (bench.auto_dtype,))
