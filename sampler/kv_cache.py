@@ -96,9 +96,12 @@ class KVCache(ABC):
 
     @property
     def num_own_tokens(self) -> int:
-        """Positions in those blocks, of a cache that is not swapped out."""
-        num_shared_blocks = self.num_blocks - self.num_own_blocks
-        return max(0, self.num_tokens - num_shared_blocks * BLOCK_SIZE)
+        """Positions in blocks that are not shared, of a cache that is not swapped out."""
+        return self.num_tokens_in_last(self.num_own_blocks)
+
+    def num_tokens_in_last(self, num_blocks: int) -> int:
+        """Return how many positions are in its last ``num_blocks`` blocks."""
+        return max(0, self.num_tokens - (self.num_blocks - num_blocks) * BLOCK_SIZE)
 
     @property
     def is_swapped(self) -> bool:

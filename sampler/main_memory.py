@@ -19,13 +19,17 @@ _LARGE_PAGE = 2 << 20
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
+class TooLittleMemoryError(MemoryError):
+    """The system has not as much as is asked for."""
+
+
 def empty(num_elements: int, dtype: Any) -> NDArray[Any]:
     """Return an array ``(num_elements,)`` that may hold anything, and begins with a cache line.
 
     What is not written to is not resident, up to a large page.
 
     Raises:
-        MemoryError: there is not so much.
+        TooLittleMemoryError: there is not so much.
     """
     num_bytes = num_elements * np.dtype(dtype).itemsize
     if _ADVICE is None or num_bytes < _LARGE_PAGE:
@@ -33,7 +37,8 @@ def empty(num_elements: int, dtype: Any) -> NDArray[Any]:
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"there are no {num_bytes} bytes of memory: {error}") from error
+        message = f"there are no {num_bytes} bytes of memory: {error}"
+        raise TooLittleMemoryError(message) from error
     _advise(pages)
     return np.frombuffer(pages, dtype)
 

@@ -239,12 +239,13 @@ class ParkedCaches:
 
 def _parked(cache: KVCache, stay: _Stay) -> Parked:
     """Return what the policy is to know of ``cache``."""
+    num_own_blocks = cache.num_own_blocks  # looks at each block, and is asked of all caches at once
     return Parked(
         ref(cache),
         stay.kind,
-        cache.num_own_tokens,
+        cache.num_tokens_in_last(num_own_blocks),
         cache.num_blocks,
         stay.since,
         stay.tools,
-        cache.num_blocks - cache.num_own_blocks,
+        cache.num_blocks - num_own_blocks,
     )

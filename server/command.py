@@ -15,6 +15,7 @@ from sampler.engine import Engine
 from sampler.engines.simulated.model import SMOLLM2_KV, simulated_model, simulated_name
 from sampler.engines.simulated.script import Script
 from sampler.local_engine import LocalEngine
+from sampler.main_memory import TooLittleMemoryError
 from sampler.model_loading import LoadedModel, ModelLoadError, load_model
 from sampler.runner_choice import RunnerChoiceError, RunnerOptions
 from sampler.suspension_policy import Mode as SuspendPolicy
@@ -55,7 +56,7 @@ _MISTAKES = (
     LedgerError,
     ListenError,
     EngineChoiceError,
-    MemoryError,
+    TooLittleMemoryError,
 )
 
 _GIB = 1 << 30
