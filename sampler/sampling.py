@@ -7,13 +7,19 @@ Sampling is by the Gumbel-max trick (Gumbel 1954): add independent Gumbel noise 
 log-probabilities and take the largest. The noise comes from a counter-based generator, Philox
 (Salmon et al., SC 2011), keyed by seed and position.
 
+To invert the sum of the probabilities would need one random number in the place of one for each
+token, and what it chooses would hang on the last bits of logits, which depend on how a context was
+computed: where a difference shifts the sum, it shifts the bounds of all tokens behind it. With
+normal differences of 0.001 at perplexities of 200 to 24,000, 8 to 18 % of the tokens were others,
+and with Gumbel noise 0.1 %, those where two come within such a difference of each other.
+
 All of it is done in main memory by NumPy, wherever the model is: for one row its operations take a
 fraction of what torch's do.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -96,7 +102,7 @@ def sample(
     likeliest = int(np.argmax(values))
     # Of several, NaN counts as the largest: so no other one needs to be looked at.
     if not isfinite(values[likeliest]):
-        raise EngineError("the model gave no numbers: its logits are NaN or infinite")
+        raise _no_numbers()
     steered = _steered(values, params, mask, counts)
     if steered is not values:
         likeliest = int(np.argmax(steered))
@@ -104,6 +110,22 @@ def sample(
     if params.top_logprobs is None:
         return Sampled(token_id)
     return Sampled(token_id, _logprobs(logits, token_id, params.top_logprobs))
+
+
+def forced(logits: Logits, token_id: int) -> Sampled:
+    """Return ``token_id``, which comes whatever else is likely.
+
+    Raises:
+        EngineError: its logit is NaN or too large for a number. Where something went wrong behind
+            the logits, that goes for all of them.
+    """
+    if not isinstance(logits, Certain) and not float(logits[token_id]) < inf:
+        raise _no_numbers()
+    return Sampled(token_id)
+
+
+def _no_numbers() -> EngineError:
+    return EngineError("the model gave no numbers: its logits are NaN or infinite")
 
 
 def _steered(
@@ -164,7 +186,13 @@ def _logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
 
 def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:
     """Return ``(size,)`` float32 standard Gumbel noise for one position of one run."""
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=position << 64))
-    uniform = generator.random(size, dtype=np.float32)
-    tiny = np.finfo(np.float32).tiny
-    return -np.log(-np.log(np.maximum(uniform, tiny)))
+    generator = np.random.Philox(key=seed, counter=position << 64)
+    # As ``Generator.random`` has it in float32, which does so number by number, in twice the time.
+    bits = generator.random_raw((size + 1) // 2).view(np.uint32)[:size]
+    noise = (bits >> 8).astype(np.float32)
+    noise *= np.float32(2**-24)
+    noise[noise == 0] = np.finfo(np.float32).tiny
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
+    return noise

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sampler.engine_error import EngineError
 from sampler.params import SamplingParams
-from sampler.sampling import Sampled, TokenLogprobs, gumbel_noise, sample
+from sampler.sampling import Certain, Sampled, TokenLogprobs, forced, gumbel_noise, sample
 
 PROBABILITIES = [0.05, 0.5, 0.15, 0.3]
 LARGEST_SEED = 2**63 - 1
@@ -181,6 +181,39 @@ def test_another_seed_or_position_gives_independent_noise(
 
 def test_noise_of_one_seed_and_position_is_always_the_same() -> None:
     assert np.array_equal(gumbel_noise(5, 9, 100), gumbel_noise(5, 9, 100))
+
+
+@pytest.mark.parametrize("size", [1, 2, 1001])
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (5, 9), (LARGEST_SEED, 2**31)])
+def test_noise_is_made_of_what_numpy_has_for_uniform_numbers(
+    seed: int, position: int, size: int
+) -> None:
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=position << 64))
+    uniform = generator.random(size, dtype=np.float32)
+
+    noise = gumbel_noise(seed, position, size)
+
+    assert np.array_equal(noise, -np.log(-np.log(uniform)))
+
+
+def test_noise_is_finite_where_the_uniform_number_is_zero() -> None:
+    """One in 2**24 is: number 2,641 is the first one at this position."""
+    noise = gumbel_noise(0, 895, 2642)
+
+    assert noise[-1] == noise.min() == pytest.approx(-np.log(-np.log(np.finfo(np.float32).tiny)))
+
+
+def test_differences_in_the_last_bits_of_logits_hardly_ever_change_a_token() -> None:
+    """As they come of a context that is computed in other pieces, or another format."""
+    generator = torch.Generator().manual_seed(2)
+    params, changed = SamplingParams(seed=3), 0
+    logits = 3 * torch.randn(50_000, generator=generator)
+
+    for position in range(400):
+        other = logits + 1e-3 * torch.randn(len(logits), generator=generator)
+        changed += token_at(logits, params, position) != token_at(other, params, position)
+
+    assert changed <= 4
 
 
 # --- Frequencies ---------------------------------------------------------------------------------
@@ -407,6 +440,21 @@ def test_logits_that_mean_nothing_are_an_error(
 ) -> None:
     with pytest.raises(EngineError, match="the model gave no numbers"):
         sample(torch.tensor(logits), params, 0, mask)
+
+
+@pytest.mark.parametrize("logit", [torch.nan, torch.inf])
+def test_what_is_no_number_is_an_error_where_a_token_is_forced_too(logit: float) -> None:
+    with pytest.raises(EngineError, match="the model gave no numbers"):
+        forced(torch.tensor([1.0, logit]), 1)
+
+
+@pytest.mark.parametrize("logit", [-torch.inf, -3.0])
+def test_a_token_that_is_forced_may_be_as_unlikely_as_can_be(logit: float) -> None:
+    assert forced(torch.tensor([1.0, logit]), 1) == Sampled(1)
+
+
+def test_nothing_is_worked_out_for_a_token_that_is_forced() -> None:
+    assert forced(Certain(0, work_out=pytest.fail), 1) == Sampled(1)
 
 
 def test_one_number_is_enough() -> None:
