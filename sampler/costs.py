@@ -64,7 +64,11 @@ class Costs:
             (self._swap_in if is_in else self._swap_out).observe(seconds / num_blocks)
 
     def observe_requeue(self, seconds: float) -> None:
-        """Learn that a run without its cache, all outputs there, waited so long to be served."""
+        """Learn that a run without its cache, all outputs there, waited so long to be served: from
+        when the model thread had it back to when there was room for it.
+
+        For a step in flight, before that, it would have waited with its cache too.
+        """
         self._requeue.observe(seconds)
 
     @property

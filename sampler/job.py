@@ -21,7 +21,7 @@ from sampler.kv_cache import KVCache
 from sampler.matcher import Matcher
 from sampler.model_runner import Piece
 from sampler.run import Run, StopReason
-from sampler.sampling import Certain, Logits, Sampled, sample
+from sampler.sampling import Certain, Logits, Sampled, forced, sample
 from sampler.token_channel import Message, TokenChannel
 
 
@@ -62,6 +62,11 @@ class Job(ABC):
     @property
     def is_resumed(self) -> bool:
         """Whether it goes on where it was suspended."""
+        return False
+
+    @property
+    def may_suspend(self) -> bool:
+        """Whether its cache may be wanted again by itself, now that it is over."""
         return False
 
     @property
@@ -184,6 +189,15 @@ class Decoding(Job):
         self._has_begun = False
 
     @property
+    def may_suspend(self) -> bool:
+        return (
+            self.is_over
+            and not self.is_stopped
+            and self.token_ids[-1] in self._stop_ids
+            and self._run.constraint.allows_calls
+        )
+
+    @property
     def is_resumed(self) -> bool:
         return len(self._run.segments) > 1
 
@@ -225,7 +239,7 @@ class Decoding(Job):
         if self._matcher and params.top_logprobs is None:
             only_token = self._matcher.only_token
             if only_token is not None:
-                return Sampled(only_token)
+                return forced(logits, only_token)
         mask = self._mask(logits)
         return sample(logits, params, len(self.token_ids), mask, self._counts)
 

@@ -33,8 +33,10 @@ from sampler.token_engine import TokenEngine
 PATIENCE_SECONDS = 0.1
 """How long a run wants the model while its consumer does not come back for the next output."""
 
-WINDOW = 8
-"""How many tokens the model may be ahead of a run's consumer, if its caches can be cut back."""
+WINDOW = 64
+"""How many tokens the model may be ahead of a run's consumer, if its caches can be cut back. Where
+the model is as fast as the event loop, the two threads change places each time that it is used up,
+which with 8 cost as much as all else that is done for a token."""
 
 
 class LocalEngine(TokenEngine):
@@ -52,6 +54,7 @@ class LocalEngine(TokenEngine):
         swap_bytes: int | None = None,
         reuse_prefixes: bool = True,
         gathering_seconds: float = 0.002,
+        window: int = WINDOW,
         parks: Callable[
             [SuspensionPolicy, Counters, Path | None, int | None], ParkedCaches
         ] = ParkedCaches,
@@ -69,6 +72,8 @@ class LocalEngine(TokenEngine):
             reuse_prefixes: whether prompts that begin alike are computed once.
             gathering_seconds: how long runs whose tokens are sampled one at a time wait for one
                 another, so that they share steps.
+            window: how many tokens the model may be ahead of a run's consumer; what it has sampled
+                when that wants to stop it is undone. (One, where caches cannot be cut back.)
             parks: makes what caches are parked in: for who wants to see what becomes of them.
         """
         prefill_chunk = prefill_chunk or model.runner.prefill_chunk
@@ -77,7 +82,7 @@ class LocalEngine(TokenEngine):
         limits = Limits(prefill_chunk, max_rows, token_budget=prefill_chunk)
         stepper = Stepper(model.runner, limits, policy, parked, PATIENCE_SECONDS)
         pace = Pace(PATIENCE_SECONDS, gathering_seconds)
-        window = WINDOW if model.runner.runs_ahead else 1
+        window = window if model.runner.runs_ahead else 1
         executor = Executor(stepper, policy, parked, pace, window)
         backend = _LocalBackend(model, executor, reuses_prefixes=reuse_prefixes)
         super().__init__(

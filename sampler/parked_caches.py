@@ -1,8 +1,9 @@
 """Caches that nobody works on, and what becomes of them when memory runs short.
 
 A cache is parked when its run is suspended, and when it is over: then it stays for others to start
-from, as long as somebody holds a snapshot of it. Here it is known by a weak reference only. Whoever
-lets go of the last other one frees it, and need not say so.
+from, as long as somebody holds a snapshot of it. Which of the two a run is that has ended a turn,
+the event loop knows a moment later. Here a cache is known by a weak reference only. Whoever lets go
+of the last other one frees it, and need not say so.
 
 No cache is worth a run: one that cannot be swapped out is discarded, and one that cannot be brought
 back is computed again, whatever the reason.
@@ -14,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 from weakref import WeakKeyDictionary, ref
@@ -24,9 +25,13 @@ from sampler.counters import Counters
 from sampler.kv_cache import KVCache
 from sampler.suspension_policy import Eviction, Kind, Parked, SuspensionPolicy
 from sampler.swap import SwapError, SwapStore
-from sampler.waste import Disposition
+from sampler.waste import Disposition, Suspended
 
 logger = logging.getLogger(__name__)
+
+WORD_SECONDS = 0.1
+"""For how long it is waited to be known what a run wants that has ended a turn. Its consumer may be
+slow to hear of it."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,9 @@ class ParkedCaches:
         self._stays[cache] = _Stay(Kind.KEPT, time.monotonic())
 
     def hold(self, cache: KVCache) -> None:
-        """Park ``cache`` of a run that has ended its turn, and may go on: others will say so."""
-        self._stays[cache] = _Stay(Kind.SUSPENDED, time.monotonic())
+        """Park ``cache`` of a run that has ended a turn, and may be suspended: others will say so
+        in a moment."""
+        self._stays[cache] = _Stay(Kind.ENDED, time.monotonic())
 
     def suspend(self, cache: KVCache, tools: Sequence[str], since: float) -> None:
         """Park ``cache`` of a run that waits for ``tools``; a forced policy acts at once."""
@@ -114,11 +120,12 @@ class ParkedCaches:
         """
         assert isinstance(eviction.key, ref)
         cache = eviction.key()
-        if cache is not None and cache in self._stays:
-            parked = [_parked(cache, self._stays[cache])]
-            now = time.monotonic()
-            for decided in self._policy.eviction_order(parked, now, num_running_tokens):
-                self._dispose_of(cache, decided.disposition)
+        if cache is None or cache not in self._stays or not cache.num_blocks:
+            return
+        if self._stays[cache].kind is Kind.KEPT:
+            self._discard(cache)
+        else:
+            self._dispose_of(cache, self._policy.way_out(_facts(cache, num_running_tokens)))
 
     def evict_all(self) -> None:
         """Have all blocks given back that can be."""
@@ -155,7 +162,10 @@ class ParkedCaches:
             self._store.close()
 
     def _parked(self, *, kept_only: bool) -> Iterator[Parked]:
+        silent_since = time.monotonic() - WORD_SECONDS
         for cache, stay in list(self._stays.items()):
+            if stay.kind is Kind.ENDED and stay.since <= silent_since:
+                stay = replace(stay, kind=Kind.SUSPENDED)
             if stay.kind is Kind.KEPT or not kept_only:
                 yield _parked(cache, stay)
 
@@ -165,9 +175,7 @@ class ParkedCaches:
         Returns:
             Whether it was: otherwise it is to be dropped.
         """
-        disposition = self._policy.preemption(
-            cache.num_own_tokens, cache.num_blocks, num_running_tokens
-        )
+        disposition = self._policy.way_out(_facts(cache, num_running_tokens))
         return disposition is Disposition.SWAP and self._swap_out(cache)
 
     def _dispose_of(self, cache: KVCache, disposition: Disposition) -> None:
@@ -230,11 +238,15 @@ class ParkedCaches:
         return [cache for cache, stay in stays if stay.kind is Kind.KEPT]
 
     def _discard(self, cache: KVCache) -> None:
-        if self._stays[cache].kind is Kind.SUSPENDED:
-            self._counters.discards += 1
-        else:
+        if self._stays[cache].kind is Kind.KEPT:
             self._counters.kept_discards += 1
+        else:
+            self._counters.discards += 1
         cache.drop()
+
+
+def _facts(cache: KVCache, num_running_tokens: int) -> Suspended:
+    return Suspended(cache.num_own_tokens, cache.num_blocks, num_running_tokens)
 
 
 def _parked(cache: KVCache, stay: _Stay) -> Parked:

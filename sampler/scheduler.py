@@ -18,7 +18,11 @@ decoding run that waits for a row has room for its token as if it had one.
 in which the policy wants them to go and as few as will do. If there are none left, active runs
 give theirs up, the youngest first, swapped out or dropped; only to an older run. A prefill
 is begun only if all of it has room, since half of one helps nobody and would be lost to the next
-older run.
+older run. For the same reason who holds nothing begins beside older runs only if these have room to
+grow, and takes nothing then from younger ones that are being sampled, whose work would be lost. It
+waits for these, and no younger one begins before it; else it would wait for as long as younger ones
+come that need less. Nor does anybody begin where an older one waits for word of a cache that may be
+wanted by nobody (`Eviction.is_premature`). Who waits for that takes nothing from anybody.
 
 So the oldest run that wants the model always has room, if it fits the pool alone, and advances as
 soon as it has a row; it ends, and another one is the oldest. If it does not fit, it never will: it
@@ -31,10 +35,19 @@ blocks again and, if they fall short of `StepPlan.num_blocks`, plans again. Each
 holder less."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sampler.suspension_policy import Eviction
+
+GROWTH_BLOCKS = 2
+"""Room that each older run is left when another begins.
+
+Simulated, with memory for 1 to 3 of 16 runs of 1 to 6 turns, some with slow consumers, these
+forward 5 to 21 % fewer tokens than where all begin that have room for the moment, in 6 % fewer to
+1.4 % more steps, and end 4 % earlier to 2 % later on average. With four blocks it is 7 to 21 %
+fewer tokens, with eight 5 to 21 %, and up to 2.3 % more steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -148,6 +161,8 @@ class _Draft:
         self._parked: deque[Eviction] | None = None
         self._is_contended = False
         """Somebody who goes before the rest wants the model."""
+        self._is_awaited = False
+        """Somebody who goes before the rest waits for room that will be there: nobody begins."""
 
     def consider(self, place: int) -> None:
         """Give the demand at ``place`` of the queue its part of the step, if it can have one."""
@@ -208,18 +223,33 @@ class _Draft:
 
     def _make_room(self, place: int, num_tokens: int) -> bool:
         """See to it that enough blocks are free for ``num_tokens``; if there will not be enough
-        for all that is missing, take nothing from anybody and return ``False``."""
+        for all that is missing, or not yet, take nothing from anybody and return ``False``."""
         demand = self._queue[place]
-        rest = demand.blocks_needed(demand.num_missing)
+        begins = not demand.num_blocks_held
+        if begins and self._is_awaited:
+            return False
+        num_older = len(self._chunks) if begins else 0
+        rest = demand.blocks_needed(demand.num_missing) + GROWTH_BLOCKS * num_older
         if rest <= self._free:
             return True
         victims = self._victims(place)
-        reclaimable = sum(eviction.num_blocks for eviction in self._left_to_evict())
-        reclaimable += sum(victim.num_blocks_held for victim in victims)
-        if rest > self._free + reclaimable:
+        idle = deque(victim for victim in victims if not victim.num_missing)
+        yielding = idle if num_older else victims
+        free_or_parked = self._free + sum(eviction.num_blocks for eviction in self._left_to_evict())
+        if rest > free_or_parked + _num_held(victims):
             return False
-        self._reclaim(demand.blocks_needed(num_tokens), victims)
+        needed = demand.blocks_needed(num_tokens)
+        if rest > free_or_parked + _num_held(yielding) or self._has_to_hear(needed):
+            self._is_awaited = True
+            return False
+        self._reclaim(needed, yielding)
         return True
+
+    def _has_to_hear(self, needed: int) -> bool:
+        """Whether it takes caches to have ``needed`` free blocks of which nothing is known yet."""
+        parked = self._left_to_evict()
+        known = sum(eviction.num_blocks for eviction in parked if not eviction.is_premature)
+        return needed > self._free + known and any(eviction.is_premature for eviction in parked)
 
     def _reclaim(self, needed: int, victims: deque[Demand]) -> None:
         parked = self._left_to_evict()
@@ -260,5 +290,8 @@ class _Draft:
     def _others(self, demand: Demand) -> int:
         """Return the blocks that everybody else holds, shared ones counted for each holder."""
         parked = sum(eviction.num_blocks for eviction in self._state.evictions())
-        active = sum(other.num_blocks_held for other in self._queue if other is not demand)
-        return parked + active
+        return parked + _num_held(other for other in self._queue if other is not demand)
+
+
+def _num_held(demands: Iterable[Demand]) -> int:
+    return sum(demand.num_blocks_held for demand in demands)

@@ -3,9 +3,11 @@
 A step takes all jobs on that the scheduler has picked, in one go: their caches are brought back,
 other ones are evicted to make room, the model is run, and of each row the next token is sampled.
 
-**Memory** is had, in this order, from what is free, from parked caches, and from jobs. The cache of
-a job is swapped out, or dropped if that is cheaper: the job stays where it is in the queue, and as
-all its tokens are missing then, later steps forward them again.
+**Memory** is had, in this order, from what is free, from parked caches, and from jobs. Where that
+would take the cache of a run that has just ended a turn, those who need it wait until it is known
+whether it is suspended or over, for then nothing has to be saved. The cache of a job is swapped
+out, or dropped if that is cheaper: the job stays where it is in the queue, and as all its tokens
+are missing then, later steps forward them again.
 
 **A step that fails** is taken again row by row, by those whose caches it left whole. So only those
 fail that fail by themselves. If it ran out of memory, all parked caches go before that. A mistake
@@ -86,7 +88,8 @@ class Stepper:
         self._counters = runner.counters
         self._jobs: dict[Job, None] = {}
         self._queued_since: dict[Job, float] = {}
-        """Of those that were suspended, lost their cache, and wait to be served again."""
+        """Of those that are back without the cache that they had when they were suspended, and wait
+        to be served."""
         self._next_row = 0
         """See ``StepPlan.next_row``."""
         self._num_published = 0
@@ -136,10 +139,10 @@ class Stepper:
         job.channel.is_over = True
         if num_tokens is not None:
             job.undo(num_tokens)
-        if job.is_background:
-            self._parked.keep(job.cache)
-        else:
+        if job.may_suspend:
             self._parked.hold(job.cache)
+        else:
+            self._parked.keep(job.cache)
 
     def remove_all(self) -> list[TokenChannel]:
         """Take no more steps; return the channels of all jobs."""
@@ -190,12 +193,23 @@ class Stepper:
         if filled := [job for job in ready if not job.num_missing]:
             return [told for job in filled for told in self._go_on(job, None)], []
         plan = self._plan(ready)
+        self._note_served([_job(chunk.key) for chunk in plan.chunks])
         rows = [
             _Row(job, _size(job, chunk.num_tokens), job.cache.num_tokens)
             for chunk in plan.chunks
             if self._is_resident(job := _job(chunk.key))
         ]
         return self._refuse(map(_job, plan.too_large)), rows
+
+    def _note_served(self, jobs: Sequence[Job]) -> None:
+        """Learn how long those of ``jobs`` waited that are back without their caches.
+
+        Their caches are not yet read back: that is no waiting.
+        """
+        now = time.monotonic()
+        for job in jobs:
+            if (since := self._queued_since.pop(job, None)) is not None:
+                self._costs.observe_requeue(now - since)
 
     def _is_plain(self, jobs: Sequence[Job]) -> bool:
         """Tell whether there is nothing to decide: all of ``jobs`` have a row, and it has room.
@@ -206,7 +220,8 @@ class Stepper:
         # A token takes a new block at most, and a copy of one that is shared; where the cache holds
         # no blocks, being empty or swapped out, more.
         return (
-            len(jobs) <= self._limits.max_rows
+            not self._queued_since
+            and len(jobs) <= self._limits.max_rows
             and 2 * len(jobs) <= self.pool.num_free
             and all(job.num_missing == 1 and job.cache.num_blocks for job in jobs)
         )
@@ -360,8 +375,6 @@ class Stepper:
         job = row.job
         self._counters.tokens_reforwarded += job.forwarded(row.start, began_at)
         self._seen_by.pop(job, None)
-        if self._queued_since and (since := self._queued_since.pop(job, None)) is not None:
-            self._costs.observe_requeue(began_at - since)
 
     def _forward(self, rows: Sequence[_Row], began_at: float) -> Sequence[_Outcome]:
         """Run the model for ``rows``: together and, if that fails, one by one."""

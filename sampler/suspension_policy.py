@@ -28,6 +28,11 @@ Then it puts the parked caches in the order in which they are to go.
     freed nor as wasted: it stays, with those who use it, and whoever was discarded finds it there
     again. A cache that shares all of its blocks goes last.
 
+3.  Last those of runs that have ENDED a turn, of which it will be known in a moment whether they
+    are suspended, or over and wanted by nobody.
+
+How a cache goes is decided when it does, for it may have shared with those that went before it.
+
 ``T`` is learned for each tool from its past calls, given how long this one has taken already
 (`sampler.tool_times`). For a tool never seen, or a call longer than any before, the rule above
 becomes the one for hiring skis: keep until that has cost what eviction costs, which is never much
@@ -72,6 +77,8 @@ class Kind(Enum):
     """Its run waits for tools, and will want it."""
     KEPT = auto()
     """Its run is over; a request that continues it may come, or not."""
+    ENDED = auto()
+    """Its run has ended a turn; which of the two it is will be said in a moment."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,13 @@ class Parked:
 
 @dataclass(frozen=True)
 class Eviction:
-    """A parked cache that may go, and how."""
+    """A parked cache that may go."""
 
     key: Hashable
     num_blocks: int
     """At most so many blocks become free by it, and by those before it that share them."""
-    disposition: Disposition
+    is_premature: bool = False
+    """It will be known in a moment whether anybody wants the cache: that is to be waited for."""
 
 
 class SuspensionPolicy:
@@ -125,12 +133,13 @@ class SuspensionPolicy:
             case Mode.AUTO | Mode.PRESERVE:
                 return Disposition.PRESERVE
 
-    def preemption(self, num_tokens: int, num_blocks: int, num_running_tokens: int) -> Disposition:
-        """Return how the cache of a run that is being sampled goes, if it has to."""
-        facts = Suspended(num_tokens, num_blocks, num_running_tokens)
-        disposition, _ = cheapest_eviction(facts, self.costs.rates)
+    def way_out(self, facts: Suspended) -> Disposition:
+        """Return how a cache that a run will want goes, if it has to."""
         at_suspension = self.on_suspend()
-        return disposition if at_suspension is Disposition.PRESERVE else at_suspension
+        if at_suspension is not Disposition.PRESERVE:
+            return at_suspension
+        disposition, _ = cheapest_eviction(facts, self.costs.rates)
+        return disposition
 
     def eviction_order(
         self, parked: Iterable[Parked], now: float, num_running_tokens: int = 0
@@ -140,13 +149,16 @@ class SuspensionPolicy:
         ``num_running_tokens`` are the positions in the caches of the runs that are sampling.
         """
         holders = [cache for cache in parked if cache.num_blocks]
-        kept = [c for c in holders if c.kind is Kind.KEPT]
-        kept.sort(key=lambda cache: (not cache.num_own_blocks, cache.since))
-        suspended = [c for c in holders if c.kind is Kind.SUSPENDED]
-        return [
-            *(Eviction(c.key, c.num_blocks, Disposition.DISCARD) for c in kept),
+        kept, suspended, ended = (
+            [cache for cache in holders if cache.kind is kind]
+            for kind in (Kind.KEPT, Kind.SUSPENDED, Kind.ENDED)
+        )
+        order = [
+            *_by_age(kept),
             *self._suspended_order(suspended, now, num_running_tokens),
+            *_by_age(ended),
         ]
+        return [Eviction(c.key, c.num_blocks, c.kind is Kind.ENDED) for c in order]
 
     def time_to_live(self, cache: Parked, now: float, num_running_tokens: int = 0) -> float:
         """Return for how many more seconds to keep the cache of a suspended run is expected to
@@ -156,26 +168,24 @@ class SuspensionPolicy:
 
     def _suspended_order(
         self, suspended: list[Parked], now: float, num_running_tokens: int
-    ) -> list[Eviction]:
+    ) -> list[Parked]:
+        if self._mode is not Mode.AUTO:
+            return _by_age(suspended)
         rates = self.costs.rates
         outlooks = [
             _Outlook(cache, self._remaining(cache, now), rates, num_running_tokens)
             for cache in suspended
         ]
-        if self._mode is Mode.AUTO:
-            outlooks.sort(key=lambda outlook: outlook.rank)
-        else:
-            outlooks.sort(key=lambda o: (not o.cache.num_own_blocks, o.cache.since))
-        return [Eviction(o.cache.key, o.cache.num_blocks, self._way_out(o)) for o in outlooks]
-
-    def _way_out(self, outlook: "_Outlook") -> Disposition:
-        at_suspension = self.on_suspend()
-        if at_suspension is Disposition.PRESERVE:
-            return outlook.eviction
-        return at_suspension  # it failed then, or the cache would hold no blocks now
+        outlooks.sort(key=lambda outlook: outlook.rank)
+        return [outlook.cache for outlook in outlooks]
 
     def _remaining(self, cache: Parked, now: float) -> RemainingTime:
         return self.tool_times.remaining(cache.tools, max(0.0, now - cache.since))
+
+
+def _by_age(parked: list[Parked]) -> list[Parked]:
+    """Return the least recently used before the others, but first all that free something."""
+    return sorted(parked, key=lambda cache: (not cache.num_own_blocks, cache.since))
 
 
 class _Outlook:
@@ -188,7 +198,7 @@ class _Outlook:
         self._remaining = remaining
         facts = Suspended(cache.num_tokens, cache.num_blocks, num_running_tokens)
         self._waste_per_second = max(1.0, preserve_waste(facts, 1.0))
-        self.eviction, self._eviction_waste = cheapest_eviction(facts, rates)
+        _, self._eviction_waste = cheapest_eviction(facts, rates)
         self._keep_waste, self.time_to_live = min(self._choices())
 
     @property

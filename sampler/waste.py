@@ -9,7 +9,7 @@ byte-seconds; that factor is the same everywhere, so it is left out.) With
     b    blocks of the cache, the shared ones included: all are written
     R    tokens in the caches of the runs that are sampling meanwhile
     T    seconds that the tool takes
-    Q    seconds that a run without a cache waits, when it is back, before it is served
+    Q    seconds that a run without a cache waits, when it is back, before there is room for it
     F    seconds to forward C tokens in chunks: ceil(C / chunk) * fixed + C * per_token
     S    seconds to write b blocks and to read them back
 
@@ -57,7 +57,7 @@ class Rates:
     swap_in_seconds: float
     """To read one block back."""
     requeue_seconds: float = 0.0
-    """How long a run whose cache is gone waits to be served again."""
+    """How long a run whose cache is gone waits for room when it is back."""
     prefill_chunk: int = 256
     """Tokens of a prefill in one forward pass."""
 

@@ -7,8 +7,8 @@ follows its waste in token-seconds (``sampler.waste``), and the least that an or
 wasted, which knows the tool's time.
 
 All policies are charged alike. What forwarding and swapping take is measured beforehand, in memory
-that has been touched; how long a run without its cache waits to be served is a matter of the
-workload, and so is the mean over all of them.
+that has been touched; how long a run without its cache waits for room, once the model thread has it
+back, is a matter of the workload, and so is the mean over all of them.
 """
 
 import asyncio
@@ -143,7 +143,7 @@ class Stop:
     """In monotonic seconds."""
     fate: Fate
     queue_seconds: float
-    """From the output to the first step for it."""
+    """From when the model thread had the run back to the first step for it."""
 
     def waste(self, rates: Rates) -> float:
         """Return the token-seconds that were wasted."""
@@ -153,6 +153,11 @@ class Stop:
         # It went, even if the tool was done by then: who evicts may be busy with a step.
         held_seconds = max(0.0, self.fate.gone_at - self.since)
         return waste(self.fate.facts, rates, disposition, math.inf, held_seconds)
+
+    def read_seconds(self, rates: Rates) -> float:
+        """Return how much of the queue was reading the cache back, which is charged by itself."""
+        is_read = self.fate.disposition is Disposition.SWAP
+        return is_read * rates.swap_in_seconds * self.fate.facts.num_blocks
 
     def oracle_waste(self, rates: Rates) -> float:
         """Return the least that could have been wasted."""
@@ -192,7 +197,7 @@ class Outcome:
 def with_requeue(rates: Rates, outcomes: Sequence[Outcome]) -> Rates:
     """Return ``rates`` with how long those waited in all ``outcomes`` that had lost their cache."""
     waits = [
-        stop.queue_seconds
+        max(0.0, stop.queue_seconds - stop.read_seconds(rates))
         for outcome in outcomes
         for stop in outcome.stops
         if stop.fate.disposition is not Disposition.PRESERVE
@@ -320,10 +325,11 @@ class _Follower:
         ]
 
     def _stops(self, run: Run) -> list[Stop]:
+        fates = [self._caches.fates[since] for since in self._suspended_at]
         return [
-            Stop(tool_seconds, since, self._caches.fates[since], resumed.queue_seconds)
-            for (_, tool_seconds), since, resumed in zip(
-                self._calls, self._suspended_at, run.segments[1:], strict=True
+            Stop(tool_seconds, since, fate, (resumed.started_at or 0.0) - fate.back_at)
+            for (_, tool_seconds), since, fate, resumed in zip(
+                self._calls, self._suspended_at, fates, run.segments[1:], strict=True
             )
         ]
 

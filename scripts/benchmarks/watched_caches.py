@@ -29,6 +29,8 @@ class Fate:
     """How it went, if it did."""
     gone_at: float = 0.0
     """When, in monotonic seconds."""
+    back_at: float = 0.0
+    """When its run was back."""
 
 
 class WatchedCaches(ParkedCaches):
@@ -59,6 +61,11 @@ class WatchedCaches(ParkedCaches):
         now = time.monotonic()
         super().suspend(cache, tools, since)
         self._note(cache, now)
+
+    def take(self, cache: KVCache) -> None:
+        super().take(cache)
+        if (fate := self._last.pop(cache, None)) is not None:
+            fate.back_at = time.monotonic()
 
     def evict(self, eviction: Eviction, num_running_tokens: int = 0) -> None:
         now = time.monotonic()

@@ -177,6 +177,7 @@ def steered_engine(
         model,
         prefill_chunk=prefill_chunk or max_context,
         gathering_seconds=gathering_seconds,
+        window=8,  # so that turns of some length use it up
     )
     with closing(engine):
         yield engine

@@ -568,7 +568,8 @@ def close_all() -> Iterator[None]:
 def new_engine(runner: HeldRunner, **options: Any) -> LocalEngine:
     model = _loaded()
     model.tokenizer.counters = runner.counters
-    return LocalEngine(replace(model, runner=runner), **options)
+    # A window that turns of some length use up.
+    return LocalEngine(replace(model, runner=runner), window=8, **options)
 
 
 # --- The machine ----------------------------------------------------------------------------------

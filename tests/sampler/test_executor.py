@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing, closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 from weakref import ref
 
@@ -23,7 +24,7 @@ from sampler.cache_pool import BLOCK_SIZE, BlockPool, blocks_for
 from sampler.decoder_weights import decoder_weights
 from sampler.engine import ContextLengthExceededError, EngineError, Resumption, ToolCaller
 from sampler.kv_cache import KVCache, KVShape, PagedStorage
-from sampler.local_engine import WINDOW, LocalEngine
+from sampler.local_engine import LocalEngine
 from sampler.model_runner import GenericRunner, Handling, ModelRunner, Piece, RunnerWrapper
 from sampler.outputs import Output, ReasoningDone, SegmentEnded, TextDelta
 from sampler.params import Constraint, SamplingParams
@@ -124,6 +125,8 @@ RUNNERS = [generic, paged]
 both = pytest.mark.parametrize("runner", RUNNERS, ids=["generic", "paged"])
 Runner = Callable[[int], ModelRunner]
 PLENTY = 1000
+WINDOW = 8
+"""Fewer tokens than the turns here have."""
 
 
 @contextmanager
@@ -132,7 +135,7 @@ def serving(runner: Runner, num_blocks: int = PLENTY, **options: Any) -> Iterato
     model = steered_model()
     watched = WatchedRunner(runner(num_blocks))
     model.tokenizer.counters = watched.counters
-    engine = LocalEngine(replace(model, runner=watched), **options)
+    engine = LocalEngine(replace(model, runner=watched), window=WINDOW, **options)
     try:
         yield engine
     finally:
@@ -348,11 +351,20 @@ async def test_what_was_sampled_behind_a_steered_stop_is_undone() -> None:
         said = engine.model.tokenizer.encode_text(thought)
         start = len(run.tokens)
         watched(engine).steering = lambda position: [[*said, IM_END][position - start]]
+        has_thought = Event()
+
+        def wait_for_consumer(pieces: Sequence[Piece]) -> None:
+            [piece] = pieces
+            while not has_thought.is_set() and len(run.tokens) <= piece.cache.num_tokens:
+                time.sleep(0.001)
+
+        watched(engine).before_step = wait_for_consumer
         snapshots = []
         async with aclosing(engine.sample(run)) as outputs:
             async for output in outputs:
                 if isinstance(output, ReasoningDone):
                     run.wanted_stop = StopReason.STEERED
+                    has_thought.set()
                     while forwarded_up_to(engine) < len(run.tokens) + 6:
                         await engine.measure_memory()  # until the window is used up
                 if isinstance(output, SegmentEnded):
@@ -474,6 +486,86 @@ async def test_twenty_suspended_runs_all_end_in_a_pool_for_six(
             assert counters.tokens_reforwarded == counters.discards == 0
         elif not counters.discards + counters.preemptions:
             assert counters.tokens_reforwarded == 0
+        await assert_all_is_free(engine)
+
+
+class ReadingNoted(ParkedCaches):
+    """Notes what is known of the queue when a cache is read back."""
+
+    def __init__(self, policy: SuspensionPolicy, *options: Any) -> None:
+        super().__init__(policy, *options)
+        self.costs = policy.costs
+        self.queue_seconds: list[float] = []
+
+    def swap_in(self, cache: KVCache, beginning: KVCache | None = None) -> bool:
+        if cache.is_swapped:
+            self.queue_seconds.append(self.costs.rates.requeue_seconds)
+        return super().swap_in(cache, beginning)
+
+
+async def test_to_read_a_cache_back_is_no_part_of_the_queue(tmp_path: Path) -> None:
+    noting: list[ReadingNoted] = []
+
+    def parks(*options: Any) -> ReadingNoted:
+        noting.append(ReadingNoted(*options))
+        return noting[0]
+
+    with serving(paged, suspend_policy=Mode.SWAP, swap_directory=tmp_path, parks=parks) as engine:
+        [run] = await open_runs(engine, 1)
+
+        await sample(engine, run, Client(engine, run))
+
+        [at_reading] = noting[0].queue_seconds
+        assert 0.0 < at_reading == noting[0].costs.rates.requeue_seconds
+
+
+@pytest.mark.parametrize("max_tokens", [2, 9], ids=["out of tokens", "end of turn"])
+async def test_whoever_needs_the_memory_of_a_turn_that_is_over_waits_for_word_of_its_run(
+    max_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is known to be over; and whoever has enough in what is free goes on meanwhile."""
+    monkeypatch.setattr("sampler.parked_caches.WORD_SECONDS", 60.0)
+    options: dict[str, Any] = {
+        "suspend_policy": Mode.SWAP,
+        "swap_directory": tmp_path,
+        "reuse_prefixes": False,
+    }
+    with serving(paged, 12, **options) as engine:
+        long, waits = 8 * BLOCK_SIZE - 4, max_tokens > 2
+        some, many = (replace(SEEDED, max_output_tokens=n) for n in (max_tokens, 30))
+        runs = [
+            engine.open_run("ending", [5] * long, some, Constraint((WEATHER,))),
+            engine.open_run("going on", [6] * 12, many, Constraint()),  # takes a block in step 6
+            engine.open_run("waiting", [7] * long, some, Constraint()),
+        ]
+        gate, seventh_step, loop = Gate(), Event(), asyncio.get_running_loop()
+
+        def hold_the_loop_up(_: Sequence[Piece]) -> None:
+            number = len(watched(engine).steps)
+            if number == 1:
+                gate.pass_through()
+                loop.call_soon_threadsafe(seventh_step.wait, DEADLINE_SECONDS)
+            elif number == 7:
+                seventh_step.set()
+
+        watched(engine).before_step = hold_the_loop_up
+        last = IM_END if waits else 70
+        watched(engine).steering = lambda position: [last if position == long + 1 else 70]
+        sampling = [asyncio.ensure_future(sample(engine, run)) for run in runs]
+        await gate.wait_until_begun()
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while any(run.segments[0].handed_at is None for run in runs):
+                await let_the_loop_turn()
+        gate.open()
+        await asyncio.gather(*sampling)
+
+        steps = watched(engine).steps
+        first, second = [number for number, step in enumerate(steps, 1) if (0, long) in step]
+        assert first == 1
+        assert second > 7 if waits else second == 3
+        assert engine.counters.swaps_out == engine.counters.discards == 0
+        assert engine.counters.kept_discards == (not waits)
+        del sampling
         await assert_all_is_free(engine)
 
 
@@ -624,12 +716,14 @@ def test_what_an_eviction_frees_is_what_nobody_else_holds() -> None:
     assert [one.key for one in parked.evictions(0)] == [ref(shared), ref(lone)]
 
 
-async def test_what_gave_no_numbers_is_not_found_by_others() -> None:
+@pytest.mark.parametrize("forced_ids", [None, (70, IM_END)], ids=["sampled", "forced"])
+async def test_what_gave_no_numbers_is_not_told_nor_found_by_others(
+    forced_ids: tuple[int, ...] | None,
+) -> None:
     with serving(paged) as engine:
-        params = replace(SEEDED, max_output_tokens=2)
-        first, second = (
-            engine.open_run(name, [7] * 3 * BLOCK_SIZE, params, Constraint()) for name in "ab"
-        )
+        params, prompt = replace(SEEDED, max_output_tokens=2), [7] * 3 * BLOCK_SIZE
+        first = engine.open_run("first", prompt, params, Constraint(forced_ids=forced_ids))
+        second = engine.open_run("second", prompt, params, Constraint())
         with pytest.MonkeyPatch.context() as patch:
             no_number = torch.full((VOCAB_SIZE,), torch.nan)
             patch.setattr(watched(engine), "_steered", lambda logits, _: no_number)
@@ -638,6 +732,7 @@ async def test_what_gave_no_numbers_is_not_found_by_others() -> None:
 
         await sample(engine, second)
 
+        assert len(first.tokens) == len(prompt)
         assert second.segments[0].cached_tokens == 0
 
 
@@ -873,7 +968,8 @@ async def test_nothing_goes_for_a_parent_that_finds_no_room_even_so(tmp_path: Pa
         async with aclosing(await suspended(engine, parent)):
             source = engine.snapshot(parent)
             watched(engine).steering = lambda _: [70]
-            busy = engine.open_run("busy", [6] * 320, params, Constraint())
+            long = replace(params, max_output_tokens=20)
+            busy = engine.open_run("busy", [6] * 320, long, Constraint())
             other = engine.open_run("other", [7] * 100, params, Constraint())
             async with aclosing(engine.sample(busy)) as outputs:
                 await anext(outputs)

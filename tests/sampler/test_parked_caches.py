@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig
 
@@ -11,7 +12,7 @@ from sampler.counters import Counters
 from sampler.kv_cache import GenericCache, KVShape, PagedStorage
 from sampler.parked_caches import ParkedCaches
 from sampler.suspension_policy import Mode, SuspensionPolicy
-from sampler.waste import Disposition
+from sampler.waste import Disposition, Suspended
 
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=1, hidden_size=16, vocab_size=32)
 NUM_STATE_BLOCKS = 100
@@ -63,14 +64,34 @@ def test_how_a_cache_goes_is_decided_when_those_that_shared_it_have_gone(tmp_pat
     parked = ParkedCaches(policy, counters, tmp_path)
     parked.keep(kept)
     parked.suspend(suspended, ["tool"], time.monotonic())
-    planned = parked.evictions(0)
-    assert [one.disposition for one in planned] == [Disposition.DISCARD] * 2
+    shares_all = Suspended(suspended.num_own_tokens, suspended.num_blocks)
+    assert policy.way_out(shares_all) is Disposition.DISCARD
 
-    for eviction in planned:
+    for eviction in parked.evictions(0):
         parked.evict(eviction)
 
     assert kept.num_tokens == 0
     assert suspended.is_swapped
+    parked.close()
+
+
+def test_who_has_ended_a_turn_is_taken_for_suspended_if_nothing_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PagedStorage(BlockPool(8), KVShape(1, 1, 8), torch.float32).new_cache()
+    cache.extend_to(20)
+    cache.advance(20)
+    parked = ParkedCaches(SuspensionPolicy(Mode.SWAP), Counters(), tmp_path)
+    parked.hold(cache)
+    assert [one.is_premature for one in parked.evictions(0)] == [True]
+    assert parked.evictions(0, kept_only=True) == []
+
+    monkeypatch.setattr("sampler.parked_caches.WORD_SECONDS", 0.0)
+    [eviction] = parked.evictions(0)
+
+    assert not eviction.is_premature
+    parked.evict(eviction)
+    assert cache.is_swapped
     parked.close()
 
 

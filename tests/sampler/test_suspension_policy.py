@@ -92,6 +92,8 @@ def test_a_cache_that_is_dear_to_evict_lives_longer_and_never_beyond_the_time_li
 
 # --------------------------------------------------------------------------------------- order
 
+ENDED_SINCE = ("second", 8.0), ("first", 7.0)
+
 
 def test_nothing_is_decided_at_a_suspension_unless_the_mode_says_so() -> None:
     assert {mode: SuspensionPolicy(mode).on_suspend() for mode in Mode} == {
@@ -103,13 +105,25 @@ def test_nothing_is_decided_at_a_suspension_unless_the_mode_says_so() -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_kept_caches_go_first_and_are_discarded_the_least_recently_used_first(mode: Mode) -> None:
+def test_kept_caches_go_first_the_least_recently_used_first(mode: Mode) -> None:
     policy = make_policy(mode)
 
-    evictions = policy.eviction_order([suspended("run"), kept("b", 8.0), kept("a", 7.0)], 9.0)
+    assert order(policy, suspended("run"), kept("b", 8.0), kept("a", 7.0)) == ["a", "b", "run"]
 
-    assert [eviction.key for eviction in evictions] == ["a", "b", "run"]
-    assert {e.disposition for e in evictions[:2]} == {Disposition.DISCARD}
+
+@pytest.mark.parametrize("mode", Mode)
+def test_who_has_just_ended_a_turn_goes_last_and_is_to_be_waited_for(mode: Mode) -> None:
+    policy = make_policy(mode, search=60.0)
+    ended = [replace(suspended(key, since=since), kind=Kind.ENDED) for key, since in ENDED_SINCE]
+
+    evictions = policy.eviction_order([*ended, suspended("run", since=8.9), kept("a", 8.9)], 9.0)
+
+    assert [(e.key, e.is_premature) for e in evictions] == [
+        ("a", False),
+        ("run", False),
+        ("first", True),
+        ("second", True),
+    ]
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -122,7 +136,6 @@ def test_every_parked_cache_that_holds_blocks_can_go_in_every_mode(mode: Mode) -
         ("a", 100),
         ("b", 10),
     }
-    assert Disposition.PRESERVE not in {eviction.disposition for eviction in evictions}
 
 
 def test_who_waits_for_a_slow_tool_goes_before_who_waits_for_a_fast_one() -> None:
@@ -175,12 +188,13 @@ def test_a_cache_is_judged_by_the_blocks_that_it_frees() -> None:
 def test_what_is_shared_is_written_to_be_swapped_out_and_found_again_after_a_discard() -> None:
     policy = make_policy(block_seconds=1e-3)
 
-    evictions = policy.eviction_order([suspended("lone"), forked("fork", 160)], 0.0)
+    lone, fork = (
+        Suspended(cache.num_tokens, cache.num_blocks)
+        for cache in (suspended("lone"), forked("fork", 160))
+    )
 
-    assert {eviction.key: eviction.disposition for eviction in evictions} == {
-        "lone": Disposition.SWAP,
-        "fork": Disposition.DISCARD,
-    }
+    assert policy.way_out(lone) is Disposition.SWAP
+    assert policy.way_out(fork) is Disposition.DISCARD
 
 
 def test_of_kept_caches_those_that_free_something_by_themselves_go_first() -> None:
@@ -202,9 +216,7 @@ def test_who_is_not_told_otherwise_takes_the_cheaper_way_out(
 ) -> None:
     policy = make_policy(mode, block_seconds=block_seconds)
 
-    (eviction,) = policy.eviction_order([suspended("a")], 0.0)
-
-    assert eviction.disposition is cheaper
+    assert policy.way_out(Suspended(num_tokens=1600, num_blocks=100)) is cheaper
 
 
 @pytest.mark.parametrize(
@@ -217,12 +229,9 @@ def test_a_forced_mode_has_one_way_out_and_takes_the_longest_parked_first(
     policy = make_policy(mode, slow=60.0, fast=0.1)
 
     parked = suspended("new", "slow", since=5.0), suspended("old", "fast", since=4.0)
-    evictions = policy.eviction_order(parked, 6.0)
 
-    assert [(e.key, e.disposition) for e in evictions] == [
-        ("old", disposition),
-        ("new", disposition),
-    ]
+    assert order(policy, *parked, now=6.0) == ["old", "new"]
+    assert {policy.way_out(Suspended(tokens, 100)) for tokens in (1, 1600)} == {disposition}
 
 
 # ------------------------------------------------------------------------------- against others
