@@ -3,20 +3,23 @@
 The classes of the transformers library make different things of a cache. Most work positions out of
 what it holds; some start anew at 0 unless they are told them, and some count them from elsewhere,
 so that what they are told is wrong. Some take the longest of several rows for the length of all. A
-few forget what they have read. None of that is said in a configuration.
+few forget what they have read. Some have fewer positions than their configuration says, for the
+first rows of their tables stand for none. None of that is said in a configuration.
 
 So a few tokens are read in pieces, as runs bring them, and held against one plain pass of the
 class: without a cache, and with nothing that is ours. What the pieces leave in a cache tells what a
-sequence takes, too.
+sequence takes, too; and where the plain pass begins in a table of positions, how many it has.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from sampler.cache_pool import BLOCK_SIZE
 from sampler.kv_cache import GenericCache
@@ -53,23 +56,52 @@ def check_model(model: "transformers.PreTrainedModel") -> Checked:
         UnfitModelError: it fails, or what it makes of pieces is not what it makes of the whole.
     """
     text_config = model.config.get_text_config()
-    ids = range(_FIRST_ID, _FIRST_ID + _WHOLE)
+    ids = reversed(range(_FIRST_ID, _FIRST_ID + _WHOLE))  # not in the order of positions
     token_ids = [token_id % text_config.vocab_size for token_id in ids]
+    tables = _PositionTables()
     try:
-        plain = _plain_logits(model, token_ids)
+        with tables:
+            plain = _plain_logits(model, token_ids)
     except Exception as error:
         raise UnfitModelError(f"its own class fails: {first_line(error)}") from error
     failures: list[Exception] = []
     for takes_positions in (True, False):
         try:
             if found := _Attempt(model, takes_positions, token_ids, plain).result():
-                return found
+                handling = replace(found.handling, max_positions=tables.max_positions)
+                return found._replace(handling=handling)
         except Exception as error:  # noqa: BLE001  each class has errors of its own
             failures.append(error)
     if len(failures) == 2:
         reason = first_line(failures[0])
         raise UnfitModelError(f"its own class fails on a cache: {reason}") from failures[0]
     raise UnfitModelError("it does not go on where its cache ends, so it cannot suspend")
+
+
+class _PositionTables(TorchFunctionMode):
+    """Watches which tables are looked up row after row, one for each token, as only positions are.
+
+    To try the last row itself would not do: beyond it, a GPU gives up all that the process has
+    there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_positions: int | None = None
+        """From the first row that stands for a position; None where there is no such table."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.nn.functional.embedding:
+            self._take_note_of(*args[:2])
+        return func(*args, **(kwargs or {}))
+
+    def _take_note_of(self, rows: Tensor, table: Tensor) -> None:
+        first, *_ = read = rows.flatten().tolist()
+        if read == list(range(first, first + _WHOLE)):
+            num_positions = table.shape[0] - first
+            self.max_positions = min(self.max_positions or num_positions, num_positions)
 
 
 class _Attempt:

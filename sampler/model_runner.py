@@ -76,7 +76,8 @@ class ModelRunner(ABC):
 
         Returns:
             For each piece the logits of the token that follows it, ``(vocab,)`` float32 on the
-            model's device, or a token that is certain; None where they are not wanted.
+            model's device or in main memory, or a token that is certain; None where they are not
+            wanted.
 
         Raises:
             OutOfBlocksError: the pool has no room for all of them. Whatever is raised, each cache
@@ -183,6 +184,8 @@ class Handling:
     """Whether it can tell rows of different lengths apart in one pass."""
     num_state_blocks: int = 0
     """Blocks that a sequence takes however long it is."""
+    max_positions: int | None = None
+    """How many its table of positions has; None where it has no such table."""
 
 
 class GenericRunner(ModelRunner):
@@ -243,9 +246,10 @@ class GenericRunner(ModelRunner):
     def max_context(self) -> int:
         config = self._model.config.get_text_config()
         made_for = int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+        in_tables = self._handling.max_positions or sys.maxsize
         # Whoever knows the pool sees how many positions fill it, but not what comes on top of them.
         num_blocks = self._pool.num_blocks - self._handling.num_state_blocks
-        return min(made_for, num_blocks * BLOCK_SIZE)
+        return min(made_for, in_tables, num_blocks * BLOCK_SIZE)
 
     def new_cache(self) -> GenericCache:
         return GenericCache(self._model.config, self._pool, self._handling.num_state_blocks)

@@ -91,6 +91,20 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "Bart": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64},
     "Roberta": {"is_decoder": True},
 }
+# Models with a table of positions: the first rows may stand for none, and there may be a row more
+# for each of those, or not.
+TABLES: dict[str, dict[str, Any]] = {
+    **POSITIONS,
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "BioGpt": {},
+    "GPT2": {},
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    "GPTJ": {"rotary_dim": 4},
+    "CTRL": {"dff": 64},
+    "Bert": {"is_decoder": True},
+    "Camembert": {"is_decoder": True, "pad_token_id": 1},
+    "Marian": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_vocab_size": 64},
+}
 # With a cache class of its own, that is no list of layers.
 MINIMAX: dict[str, Any] = {
     "head_dim": 8,

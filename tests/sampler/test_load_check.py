@@ -1,5 +1,7 @@
 """What is found out about a model's own class is checked against what is known of families."""
 
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,17 +10,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sampler.cache_pool import BLOCK_SIZE, blocks_for
 from sampler.load_check import UnfitModelError, check_model
+from sampler.local_engine import LocalEngine
 from sampler.model_runner import GenericRunner, Handling
+from sampler.outputs import SegmentEnded
+from sampler.params import Constraint, SamplingParams
+from sampler.run import StopReason
 from tests.sampler.families import (
     DIMENSIONS,
     FAMILIES,
     IDS,
     MINIMAX,
     POSITIONS,
+    TABLES,
     UNFIT_FAMILIES,
     family,
     tiny_llama,
 )
+from tests.sampler.runs import VOCAB_SIZE
+from tests.tiny_model import tiny_model
 
 PLAIN_BYTES = 2 * 2 * 2 * 8 * 4
 """Of a position: keys and values of two layers with two heads of 8 numbers."""
@@ -51,6 +60,48 @@ def test_it_holds_in_half_precision_too() -> None:
     model = torch.nn.Module.to(family("Roberta", POSITIONS["Roberta"]), torch.bfloat16)
 
     assert not check_model(model).handling.takes_positions
+
+
+@pytest.mark.parametrize(("name", "options"), TABLES.items(), ids=TABLES.keys())
+def test_a_model_reads_as_many_positions_as_its_table_has_and_no_more(
+    name: str, options: dict[str, Any]
+) -> None:
+    model = family(name, {**options, "max_position_embeddings": 24})
+    runner = GenericRunner(model, handling=check_model(model).handling)
+    cache = runner.new_cache()
+
+    for token_id in IDS[: runner.max_context]:
+        runner.extend([token_id], cache)
+
+    with pytest.raises((IndexError, RuntimeError)):
+        runner.extend([5], cache)
+
+
+@pytest.mark.parametrize("pad_token_id", [0, 1])
+def test_the_rows_of_a_table_that_stand_for_no_position_are_left_out(pad_token_id: int) -> None:
+    model = family("Roberta", {"is_decoder": True, "pad_token_id": pad_token_id})
+
+    assert check_model(model).handling.max_positions == 128 - pad_token_id - 1
+
+
+def test_a_table_says_how_long_a_context_is_where_the_configuration_does_not() -> None:
+    model = family("GPT2", {})
+    handling = check_model(model).handling
+    model.config.max_position_embeddings = None
+
+    assert GenericRunner(model, handling=handling).max_context == 128
+
+
+async def test_a_run_ends_where_the_table_of_positions_does() -> None:
+    model = family("Roberta", {"is_decoder": True, "vocab_size": VOCAB_SIZE})
+    runner = GenericRunner(model, handling=check_model(model).handling)
+    with closing(LocalEngine(replace(tiny_model(), runner=runner))) as engine:
+        run = engine.open_run("run", IDS, SamplingParams(temperature=0), Constraint())
+        ended = [output async for output in engine.sample(run)][-1]
+
+    assert isinstance(ended, SegmentEnded)
+    assert ended.reason is StopReason.CONTEXT_LENGTH
+    assert len(run.tokens) == 127
 
 
 @pytest.mark.slow
