@@ -16,14 +16,20 @@ depends neither on the others, nor on how its sequence was cut into pieces. In f
 this holds bit for bit (tried with MKL from SSE 4.2 to AVX-512 on one to three threads; the tests
 check it). What it costs: 1.3 to 3 times the time of a step. Other devices choose their algorithms
 by size too, so there it is as good as their libraries are.
+
+**Graphs.** Where steps can be recorded (``step_graphs``), those that only decode are laid out from
+one tensor, by operations on the device alone, so that all of it can be recorded.
 """
 
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,6 +38,7 @@ from sampler.counters import Counters
 from sampler.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
 from sampler.kv_cache import KVCache, PagedCache, PagedStorage
 from sampler.model_runner import ModelRunner, Piece, groups_of_like_length
+from sampler.step_graphs import Capture, DecodingRow, StepGraphs, padded, sent
 
 # Fewer rows than 4 take a path of their own in MKL. The weights are read once for all of them, and
 # a step that decodes is bound by that up to about 8; prefill would like more (8 take 49 us a row
@@ -58,6 +65,7 @@ class TorchDecoder(ModelRunner):
         counters: Counters | None = None,
         *,
         is_exact: bool = False,
+        capture: Capture | None = None,
     ) -> None:
         """Run the model of ``weights``.
 
@@ -66,14 +74,24 @@ class TorchDecoder(ModelRunner):
             storage: of the same dtype and on the same device, for the model's layers and heads.
             counters: where the work is counted.
             is_exact: see above.
+            capture: records steps that decode, if they are to be; not in exact mode.
         """
         super().__init__(counters)
         shape = weights.shape
         assert storage.tensor.dtype == weights.dtype
         assert storage.shape == (shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        assert not (is_exact and capture), "a graph has all rows in one product"
         self._weights = weights
         self._storage = storage
+        self._slabs = _Slabs(storage.tensor, shape)
         self._is_exact = is_exact
+        self._graphs = capture and StepGraphs(
+            self._decoded,
+            capture,
+            block_bytes=storage.shape.block_bytes(weights.dtype) // shape.num_layers,
+            dtype=weights.dtype,
+            device=weights.device,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -111,29 +129,44 @@ class TorchDecoder(ModelRunner):
         caches = [_paged(piece.cache) for piece in pieces]
         for piece, cache in zip(pieces, caches, strict=True):
             cache.extend_to(len(piece.token_ids))
-        step = self._lay_out(pieces)
-        logits = iter(self._logits_of(step))
+        logits = iter(_in_main_memory(self._step(pieces)))
         for piece, cache in zip(pieces, caches, strict=True):
             cache.advance(len(piece.token_ids))
             self.counters.tokens_forwarded += len(piece.token_ids)
         self.counters.forward_passes += 1
         return [next(logits) if piece.wants_logits else None for piece in pieces]
 
+    def _step(self, pieces: Sequence[Piece]) -> Tensor:
+        """Take a step and return ``(wanted, vocab)`` float32, in the order of the pieces."""
+        spans = [_Span.of(piece) for piece in pieces]
+        if begun := [span.blocks[-1] for span in spans if span.begins_its_last_block]:
+            self._slabs.clear(self._sent(begun))
+        ordinary = partial(self._ordinary_step, pieces, spans)
+        if self._graphs is None or not all(map(_only_decodes, pieces)):
+            return ordinary()
+        rows = [DecodingRow(span.token_ids[0], span.start, span.blocks) for span in spans]
+        return self._graphs.logits(rows, ordinary)
+
+    def _ordinary_step(self, pieces: Sequence[Piece], spans: Sequence["_Span"]) -> Tensor:
+        return self._logits_of(self._lay_out(pieces, spans))
+
+    def _decoded(self, table: Tensor) -> Tensor:
+        """Take the step that ``table`` tells of; see ``StepGraphs``."""
+        return self._logits_of(self._laid_out(table))
+
     # --- The network ------------------------------------------------------------------------------
 
     def _logits_of(self, step: "_Step") -> Tensor:
         """Run the network and return ``(wanted, vocab)`` float32."""
-        weights = self._weights
-        slabs = _Slabs(self._storage.tensor, weights.shape)
-        slabs.clear(step.begun_blocks)
+        weights, slabs = self._weights, self._slabs
         rotation = self._by_rows(self._rotation, step.positions)  # (rows, 2, head_dim)
         hidden = functional.embedding(step.token_ids, weights.embed)  # (rows, hidden)
         for index, layer in enumerate(weights.layers):
             project, finish = _bind(self._project, layer), _bind(self._finish, layer)
             heads = self._by_rows(project, hidden, rotation)
             query, new = heads.tensor_split([weights.shape.num_heads], dim=1)
-            slabs.write(index, step.blocks, step.offsets, new)
-            attended = torch.cat(
+            slabs.write(index, step.places, new)
+            attended = _joined(
                 [attention(query, slabs, index) for attention in step.attentions]
             )  # (rows, num_heads * head_dim)
             hidden = self._by_rows(finish, hidden, attended)
@@ -188,26 +221,44 @@ class TorchDecoder(ModelRunner):
 
     # --- What is where ----------------------------------------------------------------------------
 
-    def _lay_out(self, pieces: Sequence[Piece]) -> "_Step":
+    def _lay_out(self, pieces: Sequence[Piece], spans: Sequence["_Span"]) -> "_Step":
         """Say which token is which row, where it is written, and which rows attend together."""
-        spans = [_Span.of(piece) for piece in pieces]
         groups = self._groups(spans)
         order = [index for group in groups for index in group]
-        rows = torch.cat([spans[index].rows() for index in order], dim=1).to(self.device)
+        rows = sent(np.concatenate([spans[i].rows() for i in order], axis=1), self.device)
         token_ids, positions, blocks, offsets = rows.unbind()
         stops = itertools.accumulate(spans[index].num_tokens for index in order)
         last_row_of = {index: stop - 1 for index, stop in zip(order, stops, strict=True)}
         wanted = [last_row_of[i] for i, piece in enumerate(pieces) if piece.wants_logits]
-        begun = [span.blocks[-1] for span in spans if span.begins_its_last_block]
         return _Step(
             token_ids=token_ids,
             positions=positions,
-            blocks=blocks,
-            offsets=offsets,
-            begun_blocks=torch.tensor(begun, dtype=torch.int64, device=self.device),
-            wanted_rows=torch.tensor(wanted, dtype=torch.int64, device=self.device),
-            attentions=self._attentions([[spans[i] for i in group] for group in groups]),
+            places=self._slabs.places(blocks, offsets),
+            wanted_rows=self._sent(wanted),
+            attentions=self._attentions([[spans[i] for i in group] for group in groups], positions),
         )
+
+    def _laid_out(self, table: Tensor) -> "_Step":
+        """Say the same of single tokens, in the order of their logits, which all are wanted.
+
+        Args:
+            table: ``(rows, 2 + width)``: of each its id, its position, and the blocks of its
+                sequence, padded.
+        """
+        token_ids, positions, blocks = table[:, 0], table[:, 1], table[:, 2:]
+        written = blocks.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0]
+        return _Step(
+            token_ids=token_ids,
+            positions=positions,
+            places=self._slabs.places(written, positions % BLOCK_SIZE),
+            wanted_rows=slice(None),
+            attentions=[
+                _DecodeAttention(slice(None), blocks, positions, self._weights.shape, self.dtype)
+            ],
+        )
+
+    def _sent(self, numbers: Sequence[int]) -> Tensor:
+        return sent(np.array(numbers, np.int64), self.device)
 
     def _groups(self, spans: Sequence["_Span"]) -> list[list[int]]:
         """Return the indices of ``spans``, grouped as they attend: alone, or several together."""
@@ -219,22 +270,26 @@ class TorchDecoder(ModelRunner):
     def _attends_alone(self, span: "_Span") -> bool:
         return self._is_exact or span.num_tokens > 1
 
-    def _attentions(self, groups: Iterable[Sequence["_Span"]]) -> list["_Attention"]:
+    def _attentions(
+        self, groups: Iterable[Sequence["_Span"]], positions: Tensor
+    ) -> list["_Attention"]:
         attentions: list[_Attention] = []
         start = 0
         for group in groups:
             stop = start + sum(span.num_tokens for span in group)
-            attentions.append(self._attention(slice(start, stop), group))
+            attentions.append(self._attention(slice(start, stop), group, positions))
             start = stop
         return attentions
 
-    def _attention(self, rows: slice, group: Sequence["_Span"]) -> "_Attention":
-        shape, dtype, device = self._weights.shape, self.dtype, self.device
+    def _attention(self, rows: slice, group: Sequence["_Span"], positions: Tensor) -> "_Attention":
+        shape, dtype = self._weights.shape, self.dtype
         if self._is_exact:
-            return _ExactAttention(rows, group[0], shape, dtype, device)
+            return _ExactAttention(rows, group[0], shape, dtype, self.device)
         if self._attends_alone(group[0]):
-            return _ChunkAttention(rows, group[0], shape, dtype, device)
-        return _DecodeAttention(rows, group, shape, dtype, device)
+            return _ChunkAttention(rows, group[0], shape, dtype, self.device)
+        longest = max(len(span.blocks) for span in group)
+        blocks = sent(padded([span.blocks for span in group], longest), self.device)
+        return _DecodeAttention(rows, blocks, positions[rows], shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -245,13 +300,9 @@ class _Step:
     """``(rows,)``."""
     positions: Tensor
     """``(rows,)``: each in its own sequence."""
-    blocks: Tensor
-    """``(rows,)``: where a row's keys and values are written."""
-    offsets: Tensor
-    """``(rows,)``: where in its block."""
-    begun_blocks: Tensor
-    """Those that are partly filled, and held nothing before."""
-    wanted_rows: Tensor
+    places: Tensor
+    """``(rows, 2 * num_kv_heads)``: where keys and values are written; see ``_Slabs``."""
+    wanted_rows: Tensor | slice
     """The last rows of the pieces that want logits, in the order of the pieces."""
     attentions: Sequence["_Attention"]
     """Of all rows, in their order."""
@@ -281,16 +332,16 @@ class _Span:
 
     @property
     def begins_its_last_block(self) -> bool:
+        """Whether that is partly filled, and held nothing before."""
         num_in_last = self.stop % BLOCK_SIZE
         return 0 < num_in_last <= self.num_tokens
 
-    def rows(self) -> Tensor:
-        """Return ``(4, num_tokens)``: ids, positions, blocks and places in them; on the CPU."""
-        positions = torch.arange(self.start, self.stop)
-        blocks = torch.tensor(self.blocks)[positions // BLOCK_SIZE]
-        return torch.stack(
-            (torch.tensor(self.token_ids), positions, blocks, positions % BLOCK_SIZE)
-        )
+    def rows(self) -> NDArray[np.int64]:
+        """Return ``(4, num_tokens)``: ids, positions, blocks and places in them."""
+        token_ids, positions = np.array(self.token_ids), np.arange(self.start, self.stop)
+        first = self.start // BLOCK_SIZE
+        blocks = np.array(self.blocks[first:])[positions // BLOCK_SIZE - first]
+        return np.stack((token_ids, positions, blocks, positions % BLOCK_SIZE)).astype(np.int64)
 
 
 class _Slabs:
@@ -308,17 +359,22 @@ class _Slabs:
 
     def clear(self, blocks: Tensor) -> None:
         """Set ``blocks`` to zero."""
-        if len(blocks):
-            self._storage.index_fill_(0, blocks, 0)
+        self._storage.index_fill_(0, blocks, 0)
 
-    def write(self, layer: int, blocks: Tensor, offsets: Tensor, new: Tensor) -> None:
+    def places(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """Return the places of positions in the first layer, as ``(rows, 2 * num_kv_heads)``.
+
+        Args:
+            blocks: ``(rows,)``: in which block each position is.
+            offsets: ``(rows,)``: where in its block.
+        """
+        slabs = _slabs_of(blocks[:, None], self._shape)
+        return slabs * BLOCK_SIZE + offsets[:, None]
+
+    def write(self, layer: int, places: Tensor, new: Tensor) -> None:
         """Write keys and values, ``(rows, 2 * num_kv_heads, head_dim)``, of one layer."""
-        num_heads = 2 * self._shape.num_kv_heads
-        heads = torch.arange(num_heads, device=new.device)
-        firsts = (blocks * self._shape.num_layers + layer) * num_heads
-        slabs = firsts[:, None] + heads  # (rows, 2 * num_kv_heads)
-        places = slabs * BLOCK_SIZE + offsets[:, None]
-        self._places.index_copy_(0, places.flatten(), new.flatten(0, 1))
+        own = places + layer * 2 * self._shape.num_kv_heads * BLOCK_SIZE
+        self._places.index_copy_(0, own.flatten(), new.flatten(0, 1))
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, each as ``(rows, num_kv_heads, seq, head_dim)``, copied.
@@ -327,27 +383,31 @@ class _Slabs:
             layer: which.
             table: of ``_slab_table``, for several sequences of the same number of blocks.
         """
-        num_rows, num_kv_heads, _ = table.shape
-        size = (num_rows, num_kv_heads, _num_keys(table), self._shape.head_dim)
-        keys, values = (
-            self._slabs.index_select(0, (table + first).flatten()).view(size)
-            for first in ((2 * layer) * num_kv_heads, (2 * layer + 1) * num_kv_heads)
-        )
+        _, num_rows, num_kv_heads, _ = table.shape
+        own = table + layer * 2 * num_kv_heads
+        size = (2, num_rows, num_kv_heads, _num_keys(table), self._shape.head_dim)
+        keys, values = self._slabs.index_select(0, own.flatten()).view(size)
         return keys, values
 
 
-def _slab_table(
-    blocks: Sequence[Sequence[int]], shape: DecoderShape, device: torch.device
-) -> Tensor:
-    """Return the slabs of keys in the first layer, as ``(rows, num_kv_heads, blocks)``.
+def _slabs_of(blocks: Tensor, shape: DecoderShape) -> Tensor:
+    """Return the slabs of ``blocks``, ``(..., 1)``, in the first layer: ``(..., heads)``.
 
-    Rows with fewer blocks are padded by their own first one, which is surely written.
+    Those of the keys come first, and then those of the values.
     """
-    longest = max(map(len, blocks))
-    padded = [[*row, *[row[0]] * (longest - len(row))] for row in blocks]
-    table = torch.tensor(padded, device=device)[:, None]  # (rows, 1, blocks)
-    heads = torch.arange(shape.num_kv_heads, device=device)[:, None]  # (num_kv_heads, 1)
-    return table * (2 * shape.num_layers * shape.num_kv_heads) + heads
+    heads = torch.arange(2 * shape.num_kv_heads, device=blocks.device)
+    return blocks * (2 * shape.num_layers * shape.num_kv_heads) + heads
+
+
+def _slab_table(blocks: Tensor, shape: DecoderShape) -> Tensor:
+    """Return the slabs of ``(rows, blocks)`` in the first layer.
+
+    Returns:
+        ``(2, rows, num_kv_heads, blocks)``: those of the keys, and those of the values.
+    """
+    slabs = _slabs_of(blocks[..., None], shape)  # (rows, blocks, 2 * num_kv_heads)
+    by_kind = slabs.view(*blocks.shape, 2, shape.num_kv_heads)
+    return by_kind.permute(2, 0, 3, 1).contiguous()
 
 
 def _num_keys(table: Tensor) -> int:
@@ -385,14 +445,15 @@ class _DecodeAttention(_Attention):
     def __init__(
         self,
         rows: slice,
-        spans: Sequence[_Span],
+        blocks: Tensor,
+        positions: Tensor,
         shape: DecoderShape,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        """Have ``rows`` attend to their ``blocks``, ``(rows, blocks)``, up to their ``positions``,
+        ``(rows,)``."""
         super().__init__(rows, shape)
-        self._table = _slab_table([span.blocks for span in spans], shape, device)
-        positions = torch.tensor([span.start for span in spans], device=device)
+        self._table = _slab_table(blocks, shape)
         self._mask = _causal_mask(positions[:, None, None, None], _num_keys(self._table), dtype)
 
     def _attend(self, query: Tensor, slabs: _Slabs, layer: int) -> Tensor:
@@ -412,7 +473,7 @@ class _ChunkAttention(_Attention):
         device: torch.device,
     ) -> None:
         super().__init__(rows, shape)
-        self._table = _slab_table([span.blocks], shape, device)
+        self._table = _slab_table(sent(np.array([span.blocks]), device), shape)
         self._num_keys = span.stop
         # Where nothing comes before it, the kernels know the mask, and skip what it hides.
         self._is_first = span.start == 0
@@ -453,7 +514,8 @@ class _ExactAttention(_Attention):
         self._num_positions = max(1, _EXACT_QUERIES // self._group)
         self._num_queries = -(-self._num_positions * self._group // _EXACT_QUERIES) * _EXACT_QUERIES
         padding = [span.blocks[0]] * (-len(span.blocks) % (_EXACT_KEYS // BLOCK_SIZE))
-        self._table = _slab_table([[*span.blocks, *padding]], shape, device)
+        blocks = sent(np.array([[*span.blocks, *padding]]), device)
+        self._table = _slab_table(blocks, shape)
         positions = torch.arange(span.start, span.stop, device=device)
         grouped = positions[:, None, None, None].expand(-1, 1, self._group, 1)
         self._mask = _causal_mask(self._folded(grouped), _num_keys(self._table), dtype)
@@ -499,6 +561,24 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
     """Return ``tensor`` with rows of zeros behind it, up to a multiple."""
     num_missing = -len(tensor) % multiple
     return torch.cat((tensor, tensor.new_zeros(num_missing, *tensor.shape[1:])))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return all rows of ``parts``; they are copied only where there are several."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _in_main_memory(logits: Tensor) -> Tensor:
+    """Return ``logits`` where they are sampled: one copy for all rows, and not one for each."""
+    is_cuda = logits.device.type == "cuda"
+    if not (is_cuda or logits.device.type == "mps") or not len(logits):
+        return logits
+    here = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=is_cuda)
+    return here.copy_(logits)  # and wait for it
+
+
+def _only_decodes(piece: Piece) -> bool:
+    return len(piece.token_ids) == 1 and piece.wants_logits
 
 
 def _bind(function: Callable[..., Tensor], layer: LayerWeights) -> Callable[..., Tensor]:

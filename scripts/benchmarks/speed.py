@@ -27,7 +27,8 @@ def run(bench: Bench) -> Section:
     steps = bench.pick(16, 6)
     dtypes = bench.pick(bench.dtypes, (bench.auto_dtype,))
     ours = {dtype: OurRunner(bench.runner(dtype), f"ours {dtype}") for dtype in dtypes}
-    contenders = [*ours.values(), *_transformers(bench), *llama_cpp_contenders(bench)]
+    cuda = [OurRunner(runner, f"ours {name}") for name, runner in bench.cuda_runners.items()]
+    contenders = [*ours.values(), *cuda, *_transformers(bench), *llama_cpp_contenders(bench)]
     noise = ours[bench.auto_dtype].name
     decode: Rows = {}
     prefill: Rows = {}
@@ -54,7 +55,7 @@ def run(bench: Bench) -> Section:
         "decode and prefill, one sequence",
         [
             Grid("decode, tokens/s", decode),
-            Grid("decode, ratios", _ratios(decode, list(ours), noise)),
+            Grid("decode, ratios", _ratios(decode, list(ours), noise) | _of_graphs(decode, cuda)),
             Grid("prefill, tokens/s", prefill),
             Grid("prefill, ratios", _ratios(prefill, list(ours), noise)),
         ],
@@ -131,6 +132,18 @@ def _ratios(rows: Rows, dtypes: Sequence[str], noise: str) -> Rows:
         column: ratio(rows[again(noise)][column], rows[noise][column]) for column in columns
     }
     return ratios
+
+
+def _of_graphs(rows: Rows, cuda: Sequence[Contender]) -> Rows:
+    """Return what decodes with CUDA graphs over what does so without, if there is CUDA."""
+    if not cuda:
+        return {}
+    with_graphs, without = (rows[contender.name] for contender in cuda)
+    return {
+        "CUDA: graphs / none": {
+            column: ratio(one, without[column]) for column, one in with_graphs.items()
+        }
+    }
 
 
 def best(rows: Rows, names: Sequence[str], column: str) -> Figure:
