@@ -3,7 +3,9 @@
 One set of weights serves prefill and decode: float32, bfloat16, or integers of 8 or 4 bits that
 share a scale in groups of 32 (the grids of GGUF's Q8_0 and Q4_1). Activations are float32, but for
 the inputs of products where the processor multiplies them two at a time: these are rounded to
-bfloat16 in its format, and with integers to 16 bits with a scale for each 32. A row's logits do not
+bfloat16 in its format, and with integers to 16 bits with a scale for each 32. Keys and values are
+float32, bfloat16, or integers of 8 bits of which, in each position, 32 coordinates share a scale: a
+position is rounded when it is written, by itself, and never again. A row's logits do not
 depend on the rows beside it (``cpu_kernels``), so what is sampled does not depend on who else is in
 the batch, in any of the formats.
 """
@@ -28,7 +30,7 @@ from sampler.cpu_kernels import CHUNK_TOKENS, ROWS_PER_JOB, TILE
 from sampler.decoder_weights import DecoderWeights
 from sampler.kv_cache import KVCache, PagedCache, PagedStorage
 from sampler.model_runner import ModelRunner, Piece
-from sampler.simd import GROUP, LANES, input_group_size, processor_has
+from sampler.simd import GROUP, LANES, input_group_size, kv_group_size, processor_has
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class CPUDecoder(ModelRunner):
 
         Args:
             weights: ``covers`` them; not needed any more afterwards.
-            storage: of the blocks of all caches, float32 or bfloat16.
+            storage: of the blocks of all caches, float32, bfloat16 or int8.
             counters: where the work is counted.
             weight_format: one of ``FORMATS``.
             num_threads: how many compute together, the model thread among them.
@@ -113,16 +115,25 @@ class CPUDecoder(ModelRunner):
         if multiplies_pairs is None:
             multiplies_pairs = can_multiply_pairs(weight_format)
         assert not multiplies_pairs or can_multiply_pairs(weight_format), "no such instruction"
-        self._shape, self._weights = _packed(weights, weight_format, in_pairs=multiplies_pairs)
         self._storage = storage
         self._kv = _flat(storage.tensor)  # the same memory
+        self._shape, self._weights = _packed(
+            weights,
+            weight_format,
+            in_pairs=multiplies_pairs,
+            kv_group=kv_group_size(self._kv.dtype.type),
+        )
         self._weight_format = weight_format
         self._crew = _Crew(num_threads)
         inputs = input_dtype(weight_format, in_pairs=multiplies_pairs)
-        self._scratch = _Scratch(self._shape, num_threads, inputs)
+        queries: type = np.float32
+        if self._kv.dtype == np.int8:
+            queries = input_dtype("int8", in_pairs=multiplies_pairs and can_multiply_pairs("int8"))
+        self._scratch = _Scratch(self._shape, num_threads, inputs, queries)
 
     def __repr__(self) -> str:
-        return f"compiled, {self._weight_format}, {self._crew.num_threads} threads"
+        kv = str(self.dtype).removeprefix("torch.")
+        return f"compiled, {self._weight_format}, {kv} cache, {self._crew.num_threads} threads"
 
     @property
     def device(self) -> torch.device:
@@ -281,10 +292,15 @@ def _batch(pieces: Sequence[Piece]) -> kernels.Batch:
 class _Scratch:
     """Buffers that grow with the largest batch so far."""
 
-    def __init__(self, shape: kernels.Shape, num_threads: int, input_dtype: type) -> None:
+    def __init__(
+        self, shape: kernels.Shape, num_threads: int, input_dtype: type, query_dtype: type
+    ) -> None:
         self._shape, self._input_dtype = shape, input_dtype
         size = kernels.local_size(shape)
         self._local = main_memory.empty(num_threads * size, np.float32).reshape(num_threads, size)
+        size = kernels.num_queries(shape) * shape.head_dim // GROUP * input_group_size(query_dtype)
+        queries = main_memory.empty(num_threads * size, query_dtype)
+        self._queries = queries.reshape(num_threads, size)
         self._buffers: dict[str, NDArray[Any]] = {}
 
     def views(self, batch: kernels.Batch) -> tuple[kernels.Scratch, NDArray[np.float32]]:
@@ -305,6 +321,7 @@ class _Scratch:
             last=self._inputs("last", len(batch.wanted) * shape.hidden),
             logits=logits.reshape(-1),
             local=self._local,
+            queries=self._queries,
         )
         return scratch, logits
 
@@ -331,7 +348,7 @@ def input_dtype(form: str, *, in_pairs: bool) -> type:
 
 
 def _packed(
-    weights: DecoderWeights, form: str, *, in_pairs: bool
+    weights: DecoderWeights, form: str, *, in_pairs: bool, kv_group: int
 ) -> tuple[kernels.Shape, kernels.Weights]:
     network = weights.shape
     head_form = "int8" if form == "int4" else form
@@ -354,6 +371,7 @@ def _packed(
         epsilon=network.rms_norm_eps,
         linear_line=line_size(form),
         head_line=line_size(head_form),
+        kv_group=kv_group,
     )
     norms = [norm for layer in weights.layers for norm in (layer.input_norm, layer.post_norm)]
     cosines, sines = _rotations(weights)

@@ -16,8 +16,10 @@ et al. 2023), whether one unit went through them or several did. So what is NaN 
 stays in it, and with the tokens that read it.
 
 Layout, in elements of flat arrays: a matrix is cut into tiles of 32 outputs, each tile a line of 32
-for every input (``pack`` in ``cpu_decoder``). A block of keys of one head is ``(head_dim, 16)``, so
-that one line holds one coordinate of 16 tokens; a block of values is ``(16, head_dim)``.
+for every input (``pack`` in ``cpu_decoder``). Keys of one head in a block are groups of 32
+coordinates, each ``(32, 16)``, so that one line holds one coordinate of 16 tokens; values are
+groups of ``(16, 32)``. In int8 a group begins with the scales of its 16 tokens
+(``simd.kv_group_size``).
 """
 
 from typing import Any, NamedTuple
@@ -45,10 +47,11 @@ from sampler.simd import (
     multiply,
     multiply_tile,
     prefetch,
+    scale_weights,
     splat,
     store,
-    store_element,
     store_inputs,
+    store_position,
     subtract,
     yield_thread,
 )
@@ -90,6 +93,8 @@ class Shape(NamedTuple):
     """Elements of a tile of a layer's matrices for each input."""
     head_line: int
     """The same for the output head."""
+    kv_group: int
+    """Elements of 32 coordinates of the keys, or values, of a block: ``simd.kv_group_size``."""
 
 
 class Weights(NamedTuple):
@@ -157,6 +162,8 @@ class Scratch(NamedTuple):
     """``(wanted, vocab)``."""
     local: Array
     """``(threads, local_size)``."""
+    queries: Array
+    """``(threads, num_queries * head_dim)`` inputs: float32, or int16 with keys in int8."""
 
 
 def num_phases(num_layers: int) -> int:
@@ -171,9 +178,14 @@ def queries_per_job(num_heads: int, num_kv_heads: int) -> int:
 
 def local_size(shape: Shape) -> int:
     """Return how many floats a thread needs for itself."""
-    queries = max(queries_per_job(shape.num_heads, shape.num_kv_heads), shape.num_heads)
-    attention = queries * (3 * shape.head_dim + CHUNK_TOKENS + 2 * LANES)
+    queries = num_queries(shape)
+    attention = queries * (2 * shape.head_dim + CHUNK_TOKENS + 3 * LANES)
     return max(attention, 2 * TILE * ROWS_PER_UNIT)
+
+
+def num_queries(shape: Shape) -> int:
+    """Return how many queries a thread has at once, at most."""
+    return max(queries_per_job(shape.num_heads, shape.num_kv_heads), shape.num_heads)
 
 
 # --- Threads --------------------------------------------------------------------------------------
@@ -202,8 +214,9 @@ def _wait(progress: Array, phase: int, num_units: int) -> None:
 # --- Products -------------------------------------------------------------------------------------
 
 
-def _product(accumulates: bool) -> Any:
-    """Return a function that multiplies any number of rows with one tile of weights."""
+def _product(accumulates: bool, of: str) -> Any:
+    """Return a function that multiplies any number of rows with one tile of weights, which are
+    those of a "matrix", or "keys" or "values"."""
 
     @compiled
     def product(
@@ -216,7 +229,7 @@ def _product(accumulates: bool) -> Any:
             multiply_tile(
                 weights, at, stride, apart, ahead, ahead_apart,
                 inputs, first + row * input_stride, input_stride, length,
-                outputs, to + row * output_stride, output_stride, 8, 2, accumulates,
+                outputs, to + row * output_stride, output_stride, 8, 2, accumulates, of,
             )  # fmt: skip
             row += 8
         # What is left goes in tiles of 4, 3, 2 and 1: each size of tile is code to be compiled.
@@ -224,7 +237,7 @@ def _product(accumulates: bool) -> Any:
             multiply_tile(
                 weights, at, stride, apart, ahead, ahead_apart,
                 inputs, first + row * input_stride, input_stride, length,
-                outputs, to + row * output_stride, output_stride, 4, 2, accumulates,
+                outputs, to + row * output_stride, output_stride, 4, 2, accumulates, of,
             )  # fmt: skip
             row += 4
         first += row * input_stride
@@ -233,26 +246,28 @@ def _product(accumulates: bool) -> Any:
             multiply_tile(
                 weights, at, stride, apart, ahead, ahead_apart,
                 inputs, first, input_stride, length,
-                outputs, to, output_stride, 3, 2, accumulates,
+                outputs, to, output_stride, 3, 2, accumulates, of,
             )  # fmt: skip
         if num_rows - row == 2:
             multiply_tile(
                 weights, at, stride, apart, ahead, ahead_apart,
                 inputs, first, input_stride, length,
-                outputs, to, output_stride, 2, 2, accumulates,
+                outputs, to, output_stride, 2, 2, accumulates, of,
             )  # fmt: skip
         if num_rows - row == 1:
             multiply_tile(
                 weights, at, stride, apart, ahead, ahead_apart,
                 inputs, first, input_stride, length,
-                outputs, to, output_stride, 1, 2, accumulates,
+                outputs, to, output_stride, 1, 2, accumulates, of,
             )  # fmt: skip
 
     return product
 
 
-_product_of_tiles = _product(accumulates=False)
-_product_added = _product(accumulates=True)
+_product_of_tiles = _product(accumulates=False, of="matrix")
+_product_added = _product(accumulates=True, of="matrix")
+_product_of_keys = _product(accumulates=False, of="keys")
+_product_of_values_added = _product(accumulates=True, of="values")
 
 
 @compiled
@@ -471,15 +486,18 @@ def _place(
         _rotate(qkv, at, weights, position, head_dim)
     block = batch.tables[batch.sequences[row], position // BLOCK_SIZE]
     slot = position % BLOCK_SIZE
-    slab = BLOCK_SIZE * head_dim
+    slab = head_dim // GROUP * shape.kv_group
     keys = ((block * shape.num_layers + layer) * 2) * kv_heads * slab
     values = keys + kv_heads * slab
     for head in range(kv_heads):
         key = mine + (shape.num_heads + head) * head_dim
         value = mine + (num_rotated + head) * head_dim
-        for i in range(head_dim):
-            store_element(kv, keys + head * slab + i * BLOCK_SIZE + slot, qkv[key + i])
-            store_element(kv, values + head * slab + slot * head_dim + i, qkv[value + i])
+        for lane in range(0, head_dim, GROUP):
+            at = head * slab + lane // GROUP * shape.kv_group
+            low, high = load(qkv, key + lane), load(qkv, key + lane + LANES)
+            store_position(kv, keys + at, slot, low, high, "keys")
+            low, high = load(qkv, value + lane), load(qkv, value + lane + LANES)
+            store_position(kv, values + at, slot, low, high, "values")
 
 
 @compiled
@@ -575,6 +593,49 @@ def _slab_at(i: int, blocks: Array, block_size: int, keys_at: int, values_at: in
 
 
 @compiled
+def _add_values(
+    kv: Array, blocks: Array, block_size: int, keys_at: int, values_at: int, slab: int,
+    shape: Shape, num_heads: int, per_head: int,
+    local: Array, scores: int, parts: int, scaled: int, positions: Array, start: int,
+) -> None:  # fmt: skip
+    """Add to each query's part the values of one chunk, times their weights.
+
+    Where not all rows see the whole of a block, each takes what it sees by itself: a weight of zero
+    does not keep out what is no number. Integers are always numbers, and their scales go into the
+    weights: there all rows take all.
+    """
+    num_blocks, num_rows, head_dim = len(blocks), len(positions), shape.head_dim
+    end = positions[num_rows - 1] + 1
+    part_size = head_dim + LANES
+    num_scales = shape.kv_group - GROUP * BLOCK_SIZE  # in elements
+    for i in range(num_blocks):
+        block_start = start + i * BLOCK_SIZE
+        block_end = min(block_start + BLOCK_SIZE, end)
+        see_all = num_scales > 0 or positions[0] + 1 >= block_end
+        num_parts = 1 if see_all else num_rows
+        rows_each, queries_each = num_rows // num_parts, per_head // num_parts
+        values = blocks[i] * block_size + values_at
+        later = _slab_at(num_blocks + i + BLOCKS_AHEAD, blocks, block_size, keys_at, values_at)
+        for part in range(num_heads * num_parts):
+            head, query = part // num_parts, part * queries_each
+            last_row = (part % num_parts + 1) * rows_each - 1
+            seen = min(positions[last_row] + 1, block_end) - block_start
+            for lane in range(0, head_dim if seen > 0 else 0, TILE):
+                at = values + head * slab + lane // TILE * shape.kv_group
+                weights, step = scores + query * CHUNK_TOKENS + i * BLOCK_SIZE, CHUNK_TOKENS
+                if num_scales:
+                    for row in range(queries_each):
+                        weight = load(local, weights + row * step)
+                        store(local, scaled + row * LANES, scale_weights(weight, kv, at))
+                    weights, step = scaled, LANES
+                _product_of_values_added(
+                    kv, at + num_scales, TILE, LANES, later - values, LANES,
+                    local, weights, step, seen,
+                    local, parts + query * part_size + lane, part_size, queries_each,
+                )  # fmt: skip
+
+
+@compiled
 def _attend(
     job: int, first_head: int, num_heads: int, layer: int, shape: Shape, batch: Batch,
     scratch: Scratch, kv: Array, thread: int,
@@ -589,25 +650,26 @@ def _attend(
     width = (shape.num_heads + 2 * kv_heads) * head_dim
     part_size = head_dim + LANES
 
-    local = scratch.local[thread]
-    queries = 0
-    scores = num_queries * head_dim
+    local, queries = scratch.local[thread], scratch.queries[thread]
+    scores = 0
     parts = scores + num_queries * CHUNK_TOKENS
     totals = parts + num_queries * part_size
+    scaled = totals + num_queries * part_size
 
     scale = splat(np.float32(1.0 / np.sqrt(head_dim)))
     for query in range(num_queries):
         row = first_row + query % per_head // group
         head = (first_head + query // per_head) * group + query % group
         at = row * width + head * head_dim
-        for lane in range(0, head_dim, LANES):
-            value = multiply(load(scratch.qkv, at + lane), scale)
-            store(local, queries + query * head_dim + lane, value)
+        for lane in range(0, head_dim, GROUP):
+            low = multiply(load(scratch.qkv, at + lane), scale)
+            high = multiply(load(scratch.qkv, at + lane + LANES), scale)
+            store_inputs(queries, query * head_dim + lane, low, high)
         _clear(local, totals + query * part_size, head_dim)
 
     end = batch.positions[first_row + num_rows - 1] + 1
     table = batch.tables[batch.sequences[first_row]]
-    slab = BLOCK_SIZE * head_dim
+    slab = head_dim // GROUP * shape.kv_group
     block_size = shape.num_layers * 2 * kv_heads * slab
     keys_at = (layer * 2 * kv_heads + first_head) * slab  # in a block
     values_at = keys_at + kv_heads * slab
@@ -628,9 +690,9 @@ def _attend(
             last = _slab_at(i + BLOCKS_AHEAD + 1, blocks, block_size, keys_at, values_at)
             for head in range(num_heads):
                 query = head * per_head
-                _product_of_tiles(
+                _product_of_keys(
                     kv, keys + head * slab, BLOCK_SIZE, apart, later - keys, last - later,
-                    local, queries + query * head_dim, head_dim, head_dim,
+                    queries, query * head_dim, head_dim, head_dim,
                     local, scores + query * CHUNK_TOKENS + i * BLOCK_SIZE, CHUNK_TOKENS, per_head,
                 )  # fmt: skip
         for query in range(num_queries):
@@ -643,25 +705,10 @@ def _attend(
                     min(limit, num_tokens), num_blocks * BLOCK_SIZE,
                 )  # fmt: skip
                 local[at + head_dim], local[at + head_dim + 1] = top, weight
-        for i in range(num_blocks):
-            block_start = start + i * BLOCK_SIZE
-            block_end = min(block_start + BLOCK_SIZE, start + num_tokens)
-            # Where not all rows see the whole block, each takes what it sees by itself: a weight of
-            # zero does not keep out what is no number.
-            num_parts = 1 if batch.positions[first_row] + 1 >= block_end else num_rows
-            rows_each, queries_each = num_rows // num_parts, per_head // num_parts
-            values = blocks[i] * block_size + values_at
-            later = _slab_at(num_blocks + i + BLOCKS_AHEAD, blocks, block_size, keys_at, values_at)
-            for part in range(num_heads * num_parts):
-                head, query = part // num_parts, part * queries_each
-                last_row = first_row + (part % num_parts + 1) * rows_each - 1
-                seen = min(batch.positions[last_row] + 1, block_end) - block_start
-                for lane in range(0, head_dim if seen > 0 else 0, TILE):
-                    _product_added(
-                        kv, values + head * slab + lane, head_dim, LANES, later - values, LANES,
-                        local, scores + query * CHUNK_TOKENS + i * BLOCK_SIZE, CHUNK_TOKENS, seen,
-                        local, parts + query * part_size + lane, part_size, queries_each,
-                    )  # fmt: skip
+        _add_values(
+            kv, blocks, block_size, keys_at, values_at, slab, shape, num_heads, per_head,
+            local, scores, parts, scaled, batch.positions[first_row : first_row + num_rows], start,
+        )  # fmt: skip
         for query in range(num_queries):
             if batch.positions[first_row + query % per_head // group] >= start:
                 part = parts + query * part_size
@@ -742,7 +789,8 @@ def step(
         weights: of the network.
         batch: what is to be computed; the blocks of its sequences have room for it.
         scratch: ``progress`` is new zeros for each step; the rest may hold anything.
-        kv: ``(blocks, layers, 2, kv_heads, 16 * head_dim)``, flat: float32, or bfloat16 as uint16.
+        kv: ``(blocks, layers, 2, kv_heads, head_dim / 32 * kv_group)``, flat: float32, bfloat16 as
+            uint16, or int8.
     """
     progress, hidden = scratch.progress, scratch.hidden
     rows, width = len(batch.token_ids), shape.hidden

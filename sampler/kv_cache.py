@@ -33,6 +33,10 @@ from sampler.swap import SwapEntry, SwapStore
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
+SCALED_TOGETHER = 32
+"""Coordinates of a position's key or value that share a scale where they are integers."""
+
+
 class _SwappedOut(NamedTuple):
     entry: SwapEntry
     num_tokens: int
@@ -56,9 +60,19 @@ class KVShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
+    def slab_size(self, dtype: torch.dtype) -> int:
+        """Return how many elements of ``dtype`` keep the keys, or values, of one head in a block.
+
+        In int8, for which ``head_dim`` is whole groups, each group has a scale in float16.
+        """
+        num_numbers = BLOCK_SIZE * self.head_dim
+        if dtype is not torch.int8:
+            return num_numbers
+        return num_numbers + torch.float16.itemsize * num_numbers // SCALED_TOGETHER
+
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Return how many bytes a block takes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BLOCK_SIZE * dtype.itemsize
+        """Return how many bytes a block takes, scales included."""
+        return 2 * self.num_layers * self.num_kv_heads * self.slab_size(dtype) * dtype.itemsize
 
 
 class KVCache(ABC):
@@ -364,10 +378,10 @@ class PagedStorage:
     ) -> None:
         self.pool = pool
         self.shape = shape
-        # (blocks, layers, keys and values, kv heads, BLOCK_SIZE * head_dim), on ``device``. Not set
-        # to zero: so the memory of blocks that were never used is not resident.
+        # (blocks, layers, keys and values, kv heads, slab_size), on ``device``. Not set to zero: so
+        # the memory of blocks that were never used is not resident.
         outer = (pool.num_blocks, shape.num_layers, 2, shape.num_kv_heads)
-        size = (*outer, BLOCK_SIZE * shape.head_dim)
+        size = (*outer, shape.slab_size(dtype))
         if torch.device(device).type == "cpu":
             num_bytes = pool.num_blocks * shape.block_bytes(dtype)
             memory = main_memory.empty(num_bytes, np.uint8)

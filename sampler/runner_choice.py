@@ -20,11 +20,14 @@ from sampler.decoder_weights import DecoderWeights, decoder_weights
 from sampler.kv_cache import KVShape, PagedStorage
 from sampler.load_check import check_model
 from sampler.model_runner import GenericRunner, ModelRunner
+from sampler.step_graphs import CUDACapture
 from sampler.torch_decoder import TorchDecoder
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TORCH_KV_DTYPES = {**_TORCH_DTYPES, "int8": torch.int8}
 _MEMORY_SHARE = 0.5
 """Of the memory that is free once the model is loaded, for keys and values."""
 _MAX_DEFAULT_THREADS = 8
@@ -49,12 +52,26 @@ class RunnerOptions:
     """Bytes for keys and values; None for half of what is free."""
     num_threads: int | None = None
     """That compute, on a processor; None for one on each core that may be used, up to eight."""
+    kv_dtype: str = "auto"
+    """What keys and values are kept in, of a model that is compiled: one of ``KV_DTYPES``.
+    ``auto``: float32 beside weights in it, and bfloat16 beside others."""
+    cuda_graphs: bool = True
+    """Whether steps that decode are launched as a whole, on CUDA, if not exact."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise RunnerChoiceError(f"expected a dtype of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.is_exact and self.dtype not in ("auto", "float32"):
             raise RunnerChoiceError(f"the exact mode computes in float32, not in {self.dtype}")
+        if self.kv_dtype not in KV_DTYPES:
+            known = ", ".join(KV_DTYPES)
+            raise RunnerChoiceError(
+                f"expected keys and values in one of {known}, not {self.kv_dtype!r}"
+            )
+        if self.is_exact and self.kv_dtype not in ("auto", "float32"):
+            raise RunnerChoiceError(
+                f"the exact mode keeps keys and values in float32, not in {self.kv_dtype}"
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise RunnerChoiceError(f"expected at least one thread, not {self.num_threads}")
 
@@ -71,6 +88,11 @@ class RunnerOptions:
         if self.kv_memory is not None:
             return self.kv_memory
         return int(_MEMORY_SHARE * free_memory(device))
+
+    def records_on(self, device: torch.device) -> bool:
+        """Tell whether steps are recorded as graphs there, where our own forward pass runs."""
+        # In a graph all rows share their products.
+        return self.cuda_graphs and device.type == "cuda" and not self.is_exact
 
     def loading_dtype(self, device: torch.device) -> torch.dtype:
         """Return what the weights are to be loaded in."""
@@ -95,10 +117,16 @@ def choose_runner(model: "transformers.PreTrainedModel", options: RunnerOptions)
         raise RunnerChoiceError(
             f"{options.dtype} is for models on a processor that are compiled; this one is not"
         )
+    if options.kv_dtype != "auto":
+        raise RunnerChoiceError(
+            f"keys and values in {options.kv_dtype} are for models on a processor that are "
+            "compiled; this one is not"
+        )
     if weights is None:
         return _generic(model, options)
     storage = _storage(weights, weights.dtype, options)
-    return TorchDecoder(weights, storage, is_exact=options.is_exact)
+    capture = CUDACapture(weights.device) if options.records_on(weights.device) else None
+    return TorchDecoder(weights, storage, is_exact=options.is_exact, capture=capture)
 
 
 def _compiled(weights: DecoderWeights, options: RunnerOptions) -> CPUDecoder:
@@ -106,7 +134,8 @@ def _compiled(weights: DecoderWeights, options: RunnerOptions) -> CPUDecoder:
     if form == "auto":
         is_exact = options.is_exact
         form = "float32" if is_exact else cpu_decoder.nearest_lossless_format(weights)
-    kv_dtype = torch.float32 if form == "float32" else torch.bfloat16
+    usual = "float32" if form == "float32" else "bfloat16"
+    kv_dtype = _TORCH_KV_DTYPES[usual if options.kv_dtype == "auto" else options.kv_dtype]
     storage = _storage(weights, kv_dtype, options)
     runner = CPUDecoder(weights, storage, weight_format=form, num_threads=options.threads)
     runner.warm_up()

@@ -117,9 +117,11 @@ def _read(builder: Any, address: Any, element: Any) -> Any:
 
 
 def _load(builder: Any, address: Any, dtype: Any) -> Any:
-    """Read 16 numbers as floats: float32, or bfloat16 as uint16."""
+    """Read 16 numbers as floats: float32, bfloat16 as uint16, or int8."""
     if dtype == types.float32:
         return _read(builder, address, _FLOAT)
+    if dtype == types.int8:
+        return builder.sitofp(builder.sext(_read(builder, address, _BYTE), _INTS), _VECTOR)
     assert dtype == types.uint16, f"no vectors of {dtype}"
     bits = builder.zext(_read(builder, address, ir.IntType(16)), _INTS)
     return builder.bitcast(builder.shl(bits, _ints(16)), _VECTOR)
@@ -174,24 +176,6 @@ def store(context: Any, array: Any, index: Any, vector: Any) -> Any:
         return target.get_dummy_value()
 
     return types.void(array, types.intp, vector), generate
-
-
-@intrinsic
-def store_element(context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Let ``array[index]`` be ``value``; in uint16 as bfloat16, rounded to the nearest even."""
-
-    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index, value = arguments
-        address = _address(target, builder, signature.args[0], array, index)
-        if signature.args[0].dtype == types.uint16:
-            bits = builder.bitcast(value, _INT)
-            odd = builder.and_(builder.lshr(bits, ir.Constant(_INT, 16)), ir.Constant(_INT, 1))
-            rounded = builder.add(builder.add(bits, ir.Constant(_INT, 0x7FFF)), odd)
-            value = builder.trunc(builder.lshr(rounded, ir.Constant(_INT, 16)), ir.IntType(16))
-        builder.store(value, address)
-        return target.get_dummy_value()
-
-    return types.void(array, types.intp, types.float32), generate
 
 
 @intrinsic
@@ -335,6 +319,7 @@ successive inputs do, where they are."""
 _BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
 _SHORTS = ir.VectorType(_SHORT, 2 * LANES)
 _BYTES = ir.VectorType(_BYTE, 2 * LANES)
+_HALF = ir.HalfType()
 _GREATEST_INPUT = 32767.0
 _LEAST_DIVISOR = 0x0400_0000
 """The bits of 1.5e-36: 32767 divided by less may be infinite."""
@@ -395,12 +380,17 @@ def _bfloat_bits(builder: Any, vector: Any) -> Any:
     return builder.trunc(builder.lshr(rounded, _ints(16)), ir.VectorType(_SHORT, LANES))
 
 
-def _store_integers(builder: Any, address: Any, halves: list[Any]) -> None:
+def _greatest_bits(builder: Any, halves: list[Any]) -> Any:
+    """Return the bits of the greatest magnitude in two vectors."""
     # Bits without the sign are in the order of magnitudes, and above them all is what is no number:
     # of it the scale is none either, nor are the products.
     bits = [builder.and_(builder.bitcast(half, _INTS), _ints(0x7FFF_FFFF)) for half in halves]
     both = _call(builder, "llvm.umax.v16i32", _INTS, *bits)
-    top = _call(builder, "llvm.vector.reduce.umax.v16i32", _INT, both)
+    return _call(builder, "llvm.vector.reduce.umax.v16i32", _INT, both)
+
+
+def _store_integers(builder: Any, address: Any, halves: list[Any]) -> None:
+    top = _greatest_bits(builder, halves)
     is_tiny = builder.icmp_unsigned("<", top, ir.Constant(_INT, _LEAST_DIVISOR))
     magnitude = builder.bitcast(top, _FLOAT)
     factor = builder.fdiv(ir.Constant(_FLOAT, _GREATEST_INPUT), magnitude)
@@ -418,10 +408,127 @@ def _store_integers(builder: Any, address: Any, halves: list[Any]) -> None:
     _write(builder, builder.fmul(builder.sitofp(total, _FLOAT), scale), address, GROUP + 2)
 
 
-def _write(builder: Any, value: Any, address: Any, offset: int) -> None:
+def _write(builder: Any, value: Any, address: Any, offset: Any) -> None:
     """Store ``value`` where the element is that is ``offset`` elements after ``address``."""
-    place = builder.gep(address, [_index(offset)])
+    place = builder.gep(address, [_index(offset) if isinstance(offset, int) else offset])
     builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=1)
+
+
+# --- Keys and values ------------------------------------------------------------------------------
+
+_SCALES_BYTES = 2 * LANES
+_GREATEST_BYTE = 127.0
+
+
+def kv_group_size(dtype: type) -> int:
+    """Return how many elements of ``dtype`` keep 32 coordinates of 16 positions.
+
+    Of keys there is a line of 16 positions for each coordinate, of values one of 32 coordinates for
+    each position. In int8 there are 16 scales before them, as float16, of each position one; and
+    each two lines of keys are one, in which the two coordinates of a position are side by side.
+    That is 8.5 lines of the processor's cache, and what is read at once, at most half of one, lies
+    in one of them wherever groups follow each other from the beginning of one on.
+    """
+    return GROUP * LANES + (_SCALES_BYTES if dtype is np.int8 else 0)
+
+
+@intrinsic(prefer_literal=True)
+def store_position(
+    context: Any, array: Any, index: Any, slot: Any, low: Any, high: Any, of: Any
+) -> Any:
+    """Let 32 coordinates of position ``slot`` be the numbers of ``low`` and ``high``.
+
+    Their group begins at ``index``, and is ``of`` "keys" or "values". In bfloat16 they are rounded
+    to the nearest even. In int8 the one of greatest magnitude becomes 127 or -127, and the others
+    what is nearest to them on that scale; if one of them is infinite or no number, or the scale
+    beyond float16 (from 8.3 million on), all become so. Nothing of other positions is touched.
+    """
+    are_keys = of.literal_value == "keys"
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, slot, *halves, _ = arguments
+        dtype = signature.args[0].dtype
+        address = _address(target, builder, signature.args[0], array, index)
+        if dtype == types.int8:
+            _store_bytes(builder, address, slot, halves, are_keys=are_keys)
+        else:
+            first = builder.mul(slot, _index(1 if are_keys else GROUP))
+            address = builder.gep(address, [first])
+            for number, half in enumerate(halves):
+                value = _bfloat_bits(builder, half) if dtype == types.uint16 else half
+                if are_keys:
+                    _scatter(builder, value, address, number * LANES, LANES)
+                else:
+                    _write(builder, value, address, number * LANES)
+        return target.get_dummy_value()
+
+    index_type = types.intp
+    return types.void(array, index_type, index_type, low, high, of), generate
+
+
+def _scatter(builder: Any, vector: Any, address: Any, first: int, step: int) -> None:
+    """Store the lanes of ``vector`` every ``step`` elements, the first as number ``first``."""
+    for lane in range(LANES):
+        element = builder.extract_element(vector, ir.Constant(_INT, lane))
+        _write(builder, element, address, (first + lane) * step)
+
+
+def _store_bytes(
+    builder: Any, address: Any, slot: Any, halves: list[Any], *, are_keys: bool
+) -> None:
+    top = _greatest_bits(builder, halves)
+    magnitude = builder.bitcast(top, _FLOAT)
+    scaled = builder.fmul(magnitude, ir.Constant(_FLOAT, 1 / _GREATEST_BYTE))
+    scale = builder.fptrunc(scaled, _HALF)
+    kept = builder.fpext(scale, _FLOAT)
+    is_zero = builder.fcmp_ordered("==", kept, ir.Constant(_FLOAT, 0.0))
+    factor = builder.fdiv(ir.Constant(_FLOAT, 1.0), kept)
+    factor = _splat(builder, builder.select(is_zero, ir.Constant(_FLOAT, 0.0), factor))
+    _write(builder, scale, builder.bitcast(address, _HALF.as_pointer()), slot)
+    integers = [_as_bytes(builder, builder.fmul(half, factor)) for half in halves]
+    lines = builder.gep(address, [_index(_SCALES_BYTES)])
+    if are_keys:
+        # Two coordinates of a position lie side by side.
+        pairs = builder.bitcast(
+            builder.gep(lines, [builder.mul(slot, _index(2))]), _SHORT.as_pointer()
+        )
+        for number, half in enumerate(integers):
+            words = builder.bitcast(half, ir.VectorType(_SHORT, LANES // 2))
+            for pair in range(LANES // 2):
+                word = builder.extract_element(words, ir.Constant(_INT, pair))
+                _write(builder, word, pairs, (number * LANES // 2 + pair) * LANES)
+    else:
+        line = builder.gep(lines, [builder.mul(slot, _index(GROUP))])
+        for number, half in enumerate(integers):
+            _write(builder, half, line, number * LANES)
+
+
+def _as_bytes(builder: Any, vector: Any) -> Any:
+    """Round to the nearest of -127 to 127; what is no number becomes one of them."""
+    for name, bound in (("minnum", _GREATEST_BYTE), ("maxnum", -_GREATEST_BYTE)):
+        vector = _call(builder, f"llvm.{name}.v16f32", _VECTOR, vector, _floats(bound))
+    whole = _call(builder, "llvm.rint.v16f32", _VECTOR, vector)
+    return builder.trunc(builder.fptosi(whole, _INTS), ir.VectorType(_BYTE, LANES))
+
+
+@intrinsic
+def scale_weights(context: Any, weights: Any, array: Any, index: Any) -> Any:
+    """Return the weights of the 16 positions of a group of values times their scales.
+
+    A weight of 0 stays 0, whatever the scale: it may be that of a position that is not there.
+    In floats there are no scales, and weights are returned as they are.
+    """
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, array, index = arguments
+        if signature.args[1].dtype != types.int8:
+            return weights
+        address = _address(target, builder, signature.args[1], array, index)
+        scales = _half_scales(builder, address)
+        is_zero = builder.fcmp_ordered("==", weights, _floats(0.0))
+        return builder.select(is_zero, _floats(0.0), builder.fmul(weights, scales))
+
+    return float32x16(float32x16, array, types.intp), generate
 
 
 # --- The matrix product ---------------------------------------------------------------------------
@@ -505,7 +612,7 @@ class _Group:
         found = []
         for vector in range(self._vectors):
             place = builder.gep(address, [_index(offset + 2 * LANES * vector)])
-            found.append(builder.fpext(_read(builder, place, ir.HalfType()), _VECTOR))
+            found.append(builder.fpext(_read(builder, place, _HALF), _VECTOR))
         return found
 
     def lines(self, number: Any) -> list[list[Any]]:
@@ -556,6 +663,20 @@ def _shorts(value: int) -> Any:
     return ir.Constant(_SHORTS, [value] * 2 * LANES)
 
 
+def _half_scales(builder: Any, address: Any) -> Any:
+    """Return the 16 scales that begin at ``address``, as floats."""
+    return builder.fpext(_vector_at(builder, address, 0, ir.VectorType(_HALF, LANES)), _VECTOR)
+
+
+def _separated(builder: Any, line: Any, num_bytes: int) -> tuple[Any, Any]:
+    """Return two lines of bytes as floats that lie side by side ``num_bytes`` after ``line``."""
+    both = _vector_at(builder, line, num_bytes, ir.VectorType(_SHORT, LANES))
+    wide = builder.sext(both, _INTS)
+    first = builder.ashr(builder.shl(wide, _ints(24)), _ints(24))
+    second = builder.ashr(wide, _ints(8))
+    return builder.sitofp(first, _VECTOR), builder.sitofp(second, _VECTOR)
+
+
 class _Tile:
     """Writes the code that adds a product to the sums of a tile, which lie in registers."""
 
@@ -597,7 +718,8 @@ class _Tile:
         with cgutils.for_range(builder, length) as loop:
             line = _moved(builder, weights, stride, loop.index)
             later = builder.gep(line, [ahead[0]])
-            for number in numbers:
+            # In int8 all vectors of a line are in one line of the cache.
+            for number in numbers[:1] if dtype == types.int8 else numbers:
                 _prefetch(builder, _moved(builder, later, ahead[1], number))
             places = [_moved(builder, line, apart, number) for number in numbers]
             columns = [_load(builder, place, dtype) for place in places]
@@ -661,6 +783,79 @@ class _Tile:
                     total = _fma(builder, totals[row], group.minima[vector], total)
                 builder.store(total, self.sums[row, vector])
 
+    def add_byte_keys(
+        self, blocks: list[Any], later: list[Any], row_inputs: list[Any], length: Any, dtype: Any
+    ) -> None:
+        """Multiply keys in int8, of a block for each vector, with inputs of ``dtype``.
+
+        The sum over a group, which is exact where inputs are integers too, is scaled for each
+        position. As much as is multiplied is brought near of what is ``later``.
+        """
+        builder, in_pairs = self._builder, dtype == types.int16
+        kind = _INTS if in_pairs else _VECTOR
+        sums = self._new_sums(kind)
+        size = _index(kv_group_size(np.int8))
+        per_group = input_group_size(np.int16 if in_pairs else np.float32)
+        with cgutils.for_range(builder, builder.sdiv(length, _index(GROUP))) as loop:
+            for place in sums.values():
+                builder.store(ir.Constant(kind, [0] * LANES), place)
+            groups = [_moved(builder, block, loop.index, size) for block in blocks]
+            ahead = [_moved(builder, block, loop.index, size) for block in later]
+            first = builder.mul(loop.index, _index(per_group))
+            self._add_byte_lines(sums, groups, ahead, row_inputs, first, in_pairs=in_pairs)
+            scales = [_half_scales(builder, group) for group in groups]
+            at = builder.add(first, _index(GROUP))
+            input_scales = _splats(builder, row_inputs, at, _FLOAT) if in_pairs else []
+            for row, vector in self.cells:
+                group_sum = builder.load(sums[row, vector])
+                if in_pairs:
+                    whole = builder.sitofp(group_sum, _VECTOR)
+                    group_sum = builder.fmul(whole, input_scales[row])
+                total = builder.load(self.sums[row, vector])
+                total = _fma(builder, group_sum, scales[vector], total)
+                builder.store(total, self.sums[row, vector])
+
+    def _add_byte_lines(
+        self,
+        sums: dict[tuple[int, int], Any],
+        groups: list[Any],
+        later: list[Any],
+        row_inputs: list[Any],
+        first: Any,
+        *,
+        in_pairs: bool,
+    ) -> None:
+        """Add up one group of each block, by coordinates; its inputs begin at ``first``."""
+        builder = self._builder
+        num_steps = GROUP // _STEP
+        size = kv_group_size(np.int8) // num_steps
+        with cgutils.for_range(builder, _index(num_steps)) as steps:
+            for group in later:
+                ahead = _moved(builder, group, steps.index, _index(size))
+                for offset in range(0, size, _CACHE_LINE_BYTES):
+                    _prefetch(builder, builder.gep(ahead, [_index(offset)]))
+            moved = builder.mul(steps.index, _index(_STEP * LANES))
+            lines = [
+                builder.gep(group, [builder.add(moved, _index(_SCALES_BYTES))]) for group in groups
+            ]
+            position = builder.add(first, builder.mul(steps.index, _index(_STEP)))
+            for pair in range(_STEP // 2):
+                at = builder.add(position, _index(2 * pair))
+                offset = 2 * LANES * pair
+                if in_pairs:
+                    columns = [
+                        builder.sext(_vector_at(builder, line, offset, _BYTES), _SHORTS)
+                        for line in lines
+                    ]
+                    inputs = _splats(builder, row_inputs, at, _INT)
+                    self._accumulate(sums, columns, inputs, _add_integer_products)
+                    continue
+                halves = [_separated(builder, line, offset) for line in lines]
+                for number, coordinate in enumerate(zip(*halves, strict=True)):
+                    place = builder.add(at, _index(number))
+                    inputs = _splats(builder, row_inputs, place, _FLOAT)
+                    self._accumulate(sums, list(coordinate), inputs, _fma)
+
     @contextmanager
     def _groups(
         self, weights: Any, length: Any, *, is_packed: bool
@@ -704,6 +899,7 @@ def multiply_tile(
     num_rows: Any,
     num_vectors: Any,
     accumulates: Any,
+    of: Any,
 ) -> Any:
     """Let a tile of ``outputs`` be a product, or with ``accumulates`` add the product to it.
 
@@ -716,6 +912,11 @@ def multiply_tile(
       ``ahead_apart``;
     * int8 or, for 4 bits, uint8: groups of 32 lines, one after the other, each led by its scales;
       4-bit weights come in pairs, the even line in the lower bits, and are scaled from a minimum.
+
+    Where they are ``of`` "keys" or "values", not of a "matrix", int8 is what ``kv_group_size``
+    says: of keys groups one after the other, from their scales on, and the second 16 columns, of
+    another block, ``weights_apart`` from the first; of values the lines of one group, whose scales
+    are in the inputs already (``scale_weights``). Queries may be float32 or int16.
 
     For inputs in bfloat16 they are bfloat16, and each two lines are one, in which the two numbers
     of a column are side by side. For inputs in int16 they are integers in groups as above, but in
@@ -746,11 +947,16 @@ def multiply_tile(
             begin = builder.load(place, align=1) if begins_with_outputs else _floats(0.0)
             builder.store(begin, tile.sums[cell])
         row_inputs = [_moved(builder, first_input, input_stride, _index(r)) for r in range(rows)]
-        if inputs_type.dtype == types.uint16:
+        if of.literal_value == "keys" and weights_type.dtype == types.int8:
+            next_weight = builder.gep(first_weight, [ahead])
+            blocks = [_moved(builder, first_weight, apart, _index(v)) for v in range(vectors)]
+            later = [_moved(builder, next_weight, ahead_apart, _index(v)) for v in range(vectors)]
+            tile.add_byte_keys(blocks, later, row_inputs, length, inputs_type.dtype)
+        elif inputs_type.dtype == types.uint16:
             tile.add_bfloat_pairs(first_weight, stride, row_inputs, length)
         elif inputs_type.dtype == types.int16:
             tile.add_integer_pairs(first_weight, row_inputs, length, is_packed=is_packed)
-        elif weights_type.dtype in (types.int8, types.uint8):
+        elif of.literal_value == "matrix" and weights_type.dtype in (types.int8, types.uint8):
             tile.add_groups(first_weight, row_inputs, length, is_packed=is_packed)
         else:
             places_ahead = ahead, ahead_apart
@@ -763,7 +969,7 @@ def multiply_tile(
     index = types.intp
     signature = types.void(
         weights, index, index, index, index, index, inputs, index, index, index,
-        outputs, index, index, num_rows, num_vectors, accumulates,
+        outputs, index, index, num_rows, num_vectors, accumulates, of,
     )  # fmt: skip
     return signature, generate
 

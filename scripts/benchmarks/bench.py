@@ -1,6 +1,7 @@
 """What all sections are given: how thorough to be, and the models that they compare."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Self, TypeVar
@@ -22,6 +23,8 @@ from scripts.benchmarks.pairing import wait_until_idle
 
 T = TypeVar("T")
 
+_WITH_KV = ", KV in "
+"""Between a format of weights and one of keys and values, where it is not the usual one."""
 _ROOM_TOKENS = 24 * 1024
 """Of the caches of each runner. What is not used is not resident."""
 
@@ -121,36 +124,59 @@ class Bench:
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """All formats that our runner has for this model."""
+        """All formats that our runner has for this model: of its weights, and the usual one with
+        keys and values in 8 bits."""
         weights = decoder_weights(self.hf_model("float32"))
-        is_compiled = weights is not None and cpu_decoder.covers(weights)
-        return cpu_decoder.FORMATS if is_compiled else ("float32", "bfloat16")
+        if weights is None or not cpu_decoder.covers(weights):
+            return ("float32", "bfloat16")
+        return (*cpu_decoder.FORMATS, f"{self.auto_dtype}{_WITH_KV}int8")
 
     def runner(self, dtype: str, *, is_exact: bool = False) -> ModelRunner:
-        """Return our runner of the model."""
+        """Return our runner of the model in one of ``dtypes``."""
         loading = "bfloat16" if dtype == "bfloat16" else "float32"
-        options = RunnerOptions(
-            dtype, is_exact, self.kv_bytes(_ROOM_TOKENS, dtype), num_threads=self.threads
-        )
+        options = self._options(dtype, _ROOM_TOKENS, is_exact=is_exact)
         if options not in self._runners:
             self._runners[options] = choose_runner(self.hf_model(loading), options)
         return self._runners[options]
 
+    @cached_property
+    def cuda_runners(self) -> dict[str, ModelRunner]:
+        """Our runner on CUDA, with graphs and without; empty where there is no CUDA."""
+        if not torch.cuda.is_available():
+            return {}
+        model = AutoModelForCausalLM.from_pretrained(self.model_directory, dtype=torch.bfloat16)
+        torch.nn.Module.to(model, torch.device("cuda"))
+        graphs = RunnerOptions("bfloat16", kv_memory=self.kv_bytes(_ROOM_TOKENS, "bfloat16"))
+        return {
+            "CUDA": choose_runner(model, graphs),
+            "CUDA, no graphs": choose_runner(model, replace(graphs, cuda_graphs=False)),
+        }
+
     def loaded_model(self, dtype: str, num_tokens: int) -> LoadedModel:
         """Return the model as an engine wants it, with memory for ``num_tokens`` positions."""
-        options = RunnerOptions(
-            dtype, kv_memory=self.kv_bytes(num_tokens, dtype), num_threads=self.threads
-        )
+        options = self._options(dtype, num_tokens)
         return load_model(self.model_directory, device="cpu", options=options)
 
+    def _options(self, dtype: str, num_tokens: int, *, is_exact: bool = False) -> RunnerOptions:
+        weights_dtype, _, kv_dtype = dtype.partition(_WITH_KV)
+        return RunnerOptions(
+            weights_dtype,
+            is_exact,
+            self.kv_bytes(num_tokens, dtype),
+            num_threads=self.threads,
+            kv_dtype=kv_dtype or "auto",
+        )
+
     def kv_bytes(self, num_tokens: int, dtype: str) -> int:
-        """Return what the keys and values of ``num_tokens`` take, in whole blocks."""
+        """Return what the keys and values of ``num_tokens`` take in one of ``dtypes``, in whole
+        blocks."""
         config = self.hf_model("float32").config
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
-        kv_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
-        return blocks_for(num_tokens) * shape.block_bytes(kv_dtype)
+        weights_dtype, _, kv_dtype = dtype.partition(_WITH_KV)
+        usual = "float32" if weights_dtype == "float32" else "bfloat16"
+        return blocks_for(num_tokens) * shape.block_bytes(getattr(torch, kv_dtype or usual))
 
     @property
     def started_llama_cpp(self) -> LlamaCpp | None:

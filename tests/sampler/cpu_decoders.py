@@ -1,11 +1,14 @@
 """Tiny models that the compiled kernels cover, and what their packed weights stand for."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from sampler.cache_pool import BlockPool
 from sampler.cpu_decoder import FORMATS, CPUDecoder, can_multiply_pairs, line_size, pack
@@ -16,14 +19,39 @@ from sampler.simd import GROUP
 from tests.sampler.decoders import DECODERS
 from tests.sampler.families import family
 
-# Formats, and whether their products are of pairs: all that this processor can compute.
-WAYS = [
-    (form, pairs)
+
+class Way(NamedTuple):
+    """One of the ways to compute."""
+
+    form: str
+    """Of the weights."""
+    pairs: bool
+    """Whether products are of pairs."""
+    kv_dtype: torch.dtype
+    """Of keys and values."""
+
+    def __str__(self) -> str:
+        kv = str(self.kv_dtype).removeprefix("torch.")
+        return f"{self.form}, {kv} cache{', pairs' if self.pairs else ''}"
+
+
+def usual_kv_dtype(form: str) -> torch.dtype:
+    """Return what ``choose_runner`` keeps keys and values in, where nothing is said."""
+    return torch.float32 if form == "float32" else torch.bfloat16
+
+
+# All that this processor can compute, with keys and values as usual; and in int8 of those ways
+# that differ in the product of queries and keys.
+USUAL_WAYS = [
+    Way(form, pairs, usual_kv_dtype(form))
     for form in FORMATS
     for pairs in (False, True)
     if not pairs or can_multiply_pairs(form)
 ]
-WAY_NAMES = [f"{form}, pairs" if pairs else form for form, pairs in WAYS]
+WAYS = [
+    *USUAL_WAYS,
+    *(way._replace(kv_dtype=torch.int8) for way in USUAL_WAYS if way.form in ("float32", "int4")),
+]
 
 
 def covered_model(name: str = "Llama", **options: Any) -> PreTrainedModel:
@@ -40,11 +68,11 @@ def covered_model(name: str = "Llama", **options: Any) -> PreTrainedModel:
 
 
 def new_storage(weights: DecoderWeights, dtype: torch.dtype, num_blocks: int = 512) -> PagedStorage:
-    """Return blocks that hold nothing but NaN."""
+    """Return blocks that hold nothing but NaN, in int8 as scales."""
     network = weights.shape
     shape = KVShape(network.num_layers, network.num_kv_heads, network.head_dim)
     storage = PagedStorage(BlockPool(num_blocks), shape, dtype)
-    storage.tensor.fill_(torch.nan)
+    storage.tensor.view(torch.uint8).fill_(0xFF)
     return storage
 
 
@@ -55,10 +83,10 @@ def new_decoder(
     num_threads: int = 1,
     *,
     multiplies_pairs: bool | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> CPUDecoder:
-    """Return a decoder with keys and values as ``choose_runner`` keeps them."""
-    dtype = torch.float32 if form == "float32" else torch.bfloat16
-    storage = new_storage(weights, dtype, num_blocks)
+    """Return a decoder with keys and values as ``choose_runner`` keeps them, or in ``kv_dtype``."""
+    storage = new_storage(weights, kv_dtype or usual_kv_dtype(form), num_blocks)
     return CPUDecoder(
         weights,
         storage,
@@ -123,3 +151,41 @@ def _group(group: NDArray[np.uint8], form: str, in_pairs: bool) -> NDArray[np.fl
         pairs = group[128:].reshape(GROUP // 2, TILE)
         lines[0::2], lines[1::2] = pairs & 15, pairs >> 4
     return lines * scales + minima
+
+
+# --- Keys and values ------------------------------------------------------------------------------
+
+
+def rounded_to(dtype: torch.dtype, numbers: Tensor) -> Tensor:
+    """Return ``numbers``, ``(..., head_dim)``, as keys or values in ``dtype`` keep them."""
+    if dtype is not torch.int8:
+        return numbers.to(dtype).float()
+    groups = numbers.reshape(*numbers.shape[:-1], -1, GROUP)
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    return ((groups / scales).round().clamp(-127, 127) * scales).reshape(numbers.shape)
+
+
+class RoundedLayer(DynamicLayer):
+    """Keeps keys and values in some format, and gives them back in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept_in = dtype
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (rounded_to(self._kept_in, states) for states in (key_states, value_states))
+        return super().update(keys, values, *args, **kwargs)
+
+
+def with_rounded_cache(
+    model: PreTrainedModel, token_ids: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    cache.layers = [RoundedLayer(dtype) for _ in cache.layers]
+    with torch.inference_mode():
+        logits: Tensor = model(
+            input_ids=torch.tensor([token_ids]), cache=cache, use_cache=True
+        ).logits[0, -1]
+    return logits

@@ -20,8 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
 from sampler import cpu_kernels
 from sampler.cache_pool import BLOCK_SIZE, OutOfBlocksError
@@ -34,12 +33,13 @@ from sampler.simd import GROUP, processor_has
 from sampler.swap import SwapStore
 from tests.sampler import on_haswell
 from tests.sampler.cpu_decoders import (
-    WAY_NAMES,
     WAYS,
+    Way,
     covered_model,
     new_decoder,
     new_storage,
     quantise,
+    with_rounded_cache,
 )
 from tests.sampler.decoders import DECODERS, known_weights
 from tests.sampler.families import IDS, TOLERANCE, distance, family, without_cache
@@ -122,26 +122,6 @@ def test_logits_are_those_of_the_models_own_class_in_a_long_context(name: str) -
         assert distance(logits, without_cache(model, token_ids[:stop])) < TOLERANCE
 
 
-class RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keeps keys and values in bfloat16, and gives them back in float32."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = key_states.bfloat16().float(), value_states.bfloat16().float()
-        return super().update(keys, values, *args, **kwargs)
-
-
-def with_rounded_cache(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    cache = DynamicCache(config=model.config)
-    cache.layers = [RoundedLayer() for _ in cache.layers]  # type: ignore[no-untyped-call]
-    with torch.inference_mode():
-        logits: Tensor = model(
-            input_ids=torch.tensor([token_ids]), cache=cache, use_cache=True
-        ).logits[0, -1]
-    return logits
-
-
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast what is saved of a model, and leave its rotary frequencies, as loading it does."""
     for parameter in model.parameters():
@@ -165,19 +145,20 @@ def round_inputs(model: PreTrainedModel, form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "pairs"), WAYS[1:], ids=WAY_NAMES[1:])
+@pytest.mark.parametrize("way", WAYS[1:], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "Qwen 2", "Qwen 3"])
-def test_logits_are_those_of_the_weights_that_are_kept(name: str, form: str, pairs: bool) -> None:
+def test_logits_are_those_of_the_numbers_that_are_kept(name: str, way: Way) -> None:
+    form, pairs, kv_dtype = way
     model = covered_model(name, vocab_size=77, intermediate_size=160)
     if form == "bfloat16":
         cast(model, torch.bfloat16)
     weights = known_weights(model)
-    decoder = new_decoder(weights, form, multiplies_pairs=pairs)
+    decoder = new_decoder(weights, form, multiplies_pairs=pairs, kv_dtype=kv_dtype)
     if form == "bfloat16":
         cast(model, torch.float32)
-    else:
+    elif form != "float32":
         quantise(weights, form)
-    unrounded = {stop: with_rounded_cache(model, IDS[:stop]) for stop in (21, 22, 23, 40)}
+    unrounded = {stop: with_rounded_cache(model, IDS[:stop], kv_dtype) for stop in (21, 22, 23, 40)}
     if pairs:
         round_inputs(model, form)
     cache = decoder.new_cache()
@@ -185,11 +166,33 @@ def test_logits_are_those_of_the_weights_that_are_kept(name: str, form: str, pai
     for start, stop in [(0, 21), (21, 22), (22, 23), (23, 40)]:
         logits = forward(decoder, IDS[start:stop], cache)
 
-        # Keys and values that lie between two numbers of bfloat16 may be rounded to either.
-        exact, rounded = without_cache(model, IDS[:stop]), with_rounded_cache(model, IDS[:stop])
-        assert distance(logits, rounded) < 1e-3
+        # Keys and values that lie between two numbers of the format may be rounded to either.
+        exact = without_cache(model, IDS[:stop])
+        rounded = with_rounded_cache(model, IDS[:stop], kv_dtype)
+        assert distance(logits, rounded) < (5e-3 if kv_dtype is torch.int8 else 1e-3)
         assert distance(logits, rounded) < distance(logits, exact)
         assert not pairs or distance(logits, rounded) < distance(logits, unrounded[stop])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in WAYS if way.kv_dtype is torch.int8], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_each_group_of_a_wide_head_has_scales_of_its_own(head_dim: int, way: Way) -> None:
+    model = covered_model(head_dim=head_dim)
+    weights = known_weights(model)
+    decoder = new_decoder(weights, way.form, multiplies_pairs=way.pairs, kv_dtype=way.kv_dtype)
+    if way.form != "float32":
+        quantise(weights, way.form)
+    if way.pairs:
+        round_inputs(model, way.form)
+    cache = decoder.new_cache()
+
+    for start, stop in [(0, 21), (21, 22), (22, 23), (23, 40)]:
+        logits = forward(decoder, IDS[start:stop], cache)
+
+        expected = with_rounded_cache(model, IDS[:stop], way.kv_dtype)
+        assert distance(logits, expected) < 5e-3
+        assert distance(logits, expected) < distance(logits, without_cache(model, IDS[:stop]))
 
 
 @pytest.mark.slow
@@ -246,8 +249,7 @@ class Subject:
     """One model in one format, and what it says after every token of the streams."""
 
     weights: DecoderWeights
-    form: str
-    multiplies_pairs: bool
+    way: Way
     decoders: dict[int, CPUDecoder]
     """By the number of their threads; caches are not to be mixed."""
     said: list[list[Tensor]]
@@ -274,19 +276,19 @@ def token_by_token(decoder: CPUDecoder, token_ids: Sequence[int]) -> list[Tensor
     return [forward(decoder, [token_id], cache).clone() for token_id in token_ids]
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=WAY_NAMES)
+@pytest.fixture(scope="module", params=WAYS, ids=str)
 def subject(request: pytest.FixtureRequest) -> Subject:
     # Three queries to a key: the rows of a tile are then of several tokens.
     options = {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 77}
     weights = known_weights(covered_model("Qwen 3", **options))
-    form, pairs = request.param
+    form, pairs, kv_dtype = request.param
     decoders = {
-        number: new_decoder(weights, form, 512, number, multiplies_pairs=pairs)
+        number: new_decoder(weights, form, 512, number, multiplies_pairs=pairs, kv_dtype=kv_dtype)
         for number in (1, 2, 3)
     }
     said = [token_by_token(decoders[1], token_ids) for token_ids in STREAMS]
     assert all(logits.isfinite().all() for stream in said for logits in stream)
-    return Subject(weights, form, pairs, decoders, said)
+    return Subject(weights, request.param, decoders, said)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, *EDGES, 560])
@@ -480,12 +482,14 @@ def test_nothing_is_found_that_was_published_with_another_salt(subject: Subject)
 def test_what_was_never_written_changes_nothing(subject: Subject, garbage: float) -> None:
     dtype = subject.decoder.dtype
     storage = new_storage(subject.weights, dtype, num_blocks=40)
-    storage.tensor.fill_(garbage)
+    # In int8 it is the scales, in float16, that may be anything.
+    as_numbers = storage.tensor.view(torch.float16) if dtype is torch.int8 else storage.tensor
+    as_numbers.copy_(torch.tensor(garbage))
     decoder = CPUDecoder(
         subject.weights,
         storage,
-        weight_format=subject.form,
-        multiplies_pairs=subject.multiplies_pairs,
+        weight_format=subject.way.form,
+        multiplies_pairs=subject.way.pairs,
     )
     one, other = decoder.new_cache(), decoder.new_cache()
 
@@ -510,9 +514,10 @@ def test_what_is_no_number_stays_with_those_who_read_it(
     embed[NO_NUMBER] = torch.nan
     decoder = new_decoder(
         replace(subject.weights, embed=embed),
-        subject.form,
+        subject.way.form,
         num_threads=num_threads,
-        multiplies_pairs=subject.multiplies_pairs,
+        multiplies_pairs=subject.way.pairs,
+        kv_dtype=subject.way.kv_dtype,
     )
     caches = [decoder.new_cache() for _ in range(3)]
     beginning = STREAMS[0][:before]
@@ -867,6 +872,7 @@ def test_it_says_what_it_is() -> None:
     model = covered_model(vocab_size=77, max_position_embeddings=96)
     decoder = new_decoder(known_weights(model), "int8")
 
+    assert repr(decoder) == "compiled, int8, bfloat16 cache, 1 threads"
     assert decoder.device == torch.device("cpu")
     assert decoder.dtype is torch.bfloat16
     assert (decoder.vocab_size, decoder.max_context) == (77, 96)

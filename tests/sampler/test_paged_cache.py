@@ -69,6 +69,15 @@ def test_a_block_takes_the_bytes_that_its_shape_says(storage: PagedStorage) -> N
     assert storage.tensor[0].nbytes == SHAPE.block_bytes(torch.bfloat16) == 2 * 2 * 3 * 64 * 2
 
 
+def test_a_block_of_integers_holds_a_scale_for_each_32_of_them() -> None:
+    shape = KVShape(num_layers=2, num_kv_heads=3, head_dim=64)
+    storage = PagedStorage(BlockPool(8), shape, torch.int8)
+
+    num_integers = 2 * 2 * 3 * BLOCK_SIZE * 64
+    assert storage.tensor[0].nbytes == shape.block_bytes(torch.int8)
+    assert shape.block_bytes(torch.int8) == num_integers + num_integers // 32 * 2
+
+
 needs_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 
 RESIDENT = """

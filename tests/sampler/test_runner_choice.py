@@ -1,7 +1,8 @@
 """Which runner a model gets. Formats are told by logits: each rounds weights in its own way."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -18,11 +19,13 @@ from sampler.load_check import check_model
 from sampler.model_runner import GenericRunner, ModelRunner, Piece, RunnerWrapper
 from sampler.runner_choice import (
     DTYPES,
+    KV_DTYPES,
     RunnerChoiceError,
     RunnerOptions,
     choose_runner,
     free_memory,
 )
+from sampler.step_graphs import CUDACapture
 from sampler.torch_decoder import TorchDecoder
 from tests.sampler.cpu_decoders import covered_model, kept, new_decoder, quantise
 from tests.sampler.decoders import decoder_model, known_weights
@@ -73,6 +76,24 @@ def test_the_exact_mode_is_float32(dtype: str) -> None:
         RunnerOptions(dtype, is_exact=True)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "", "INT8", "int4"])
+def test_an_unknown_dtype_of_keys_and_values_is_an_error(kv_dtype: str) -> None:
+    expected = f"keys and values in one of auto, float32, bfloat16, int8, not {kv_dtype!r}"
+
+    with pytest.raises(RunnerChoiceError, match=expected):
+        RunnerOptions(kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_exact_mode_keeps_float32(kv_dtype: str) -> None:
+    if kv_dtype in ("auto", "float32"):
+        assert RunnerOptions(is_exact=True, kv_dtype=kv_dtype).is_exact
+        return
+    expected = f"keeps keys and values in float32, not in {kv_dtype}"
+    with pytest.raises(RunnerChoiceError, match=expected):
+        RunnerOptions(is_exact=True, kv_dtype=kv_dtype)
+
+
 @pytest.mark.parametrize("num_threads", [0, -1])
 def test_no_thread_at_all_is_an_error(num_threads: int) -> None:
     with pytest.raises(RunnerChoiceError, match=f"at least one thread, not {num_threads}"):
@@ -95,6 +116,16 @@ def test_weights_are_loaded_in_what_the_runner_takes(
     loading = [RunnerOptions(dtype).loading_dtype(device) for device in (CPU, CUDA, MPS)]
 
     assert loading == [on_a_processor, on_cuda, on_mps]
+
+
+def test_steps_are_recorded_on_cuda_only_and_not_in_the_exact_mode() -> None:
+    assert [RunnerOptions().records_on(device) for device in (CPU, CUDA, MPS)] == [
+        False,
+        True,
+        False,
+    ]
+    assert not RunnerOptions(is_exact=True).records_on(CUDA)
+    assert not RunnerOptions(cuda_graphs=False).records_on(CUDA)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (8, 8), (64, 8)])
@@ -158,6 +189,20 @@ def test_what_is_compiled_runs_in_the_format_that_is_asked_for(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_keys_and_values_are_kept_in_the_dtype_that_is_asked_for(dtype: str, kv_dtype: str) -> None:
+    model = covered_model()
+
+    runner = choose_runner(model, options(dtype, kv_dtype=kv_dtype))
+
+    expected: torch.dtype = getattr(torch, kv_dtype)
+    assert runner.dtype is expected
+    decoder = new_decoder(known_weights(model), dtype, kv_dtype=expected)
+    assert logits_of(runner).equal(logits_of(decoder))
+
+
+@pytest.mark.slow
 def test_a_model_that_was_published_in_4_bits_is_run_in_them() -> None:
     model = covered_model()
     quantise(known_weights(model), "int4")
@@ -209,6 +254,78 @@ def test_on_cuda_torch_runs_what_is_compiled_elsewhere() -> None:
     assert (runner.device.type, runner.dtype) == ("cuda", torch.bfloat16)
     with pytest.raises(RunnerChoiceError, match="int8 is for models on a processor"):
         choose_runner(model, options("int8"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_cuda_graphs_give_what_steps_give_without_them(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded = []
+
+    class Counted(CUDACapture):
+        def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+            recorded.append(function)
+            return super().__call__(function)
+
+    monkeypatch.setattr(runner_choice, "CUDACapture", Counted)
+    model = AutoModelForCausalLM.from_pretrained(
+        ensure_embedded_model(), dtype=getattr(torch, dtype), num_hidden_layers=6
+    )
+    torch.nn.Module.to(model, CUDA)
+    with_graphs, without = (
+        choose_runner(model, RunnerOptions(dtype, kv_memory=1 << 30, cuda_graphs=is_on))
+        for is_on in (True, False)
+    )
+
+    with ThreadPoolExecutor(1) as model_thread:  # as in the server
+        for one, other in model_thread.submit(decoded_by, (with_graphs, without)).result():
+            assert (one - other).abs().max() < other.abs().max() * TOLERANCES[dtype]
+            if dtype == "float32":
+                assert one.argmax(dim=1).equal(other.argmax(dim=1))
+
+    assert len(recorded) == 5, "for 1, 2, 4 and 8 rows, and for twice the width"
+    warned = [record for record in caplog.records if record.name == "sampler.step_graphs"]
+    assert not warned, "and all of them are trusted"
+
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+def decoded_by(runners: Sequence[ModelRunner]) -> list[tuple[torch.Tensor, ...]]:
+    """Have all of ``runners`` decode the same: more and more sequences, up to 259 positions.
+
+    Returns:
+        Of each step the logits of each runner, ``(rows, vocab)``.
+    """
+    sequences: list[list[KVCache]] = []
+    token_ids: list[int] = []
+    steps = []
+    for length in (5, 17, 40, 130, 245):
+        sequences.append([runner.new_cache() for runner in runners])
+        prompt = [(7919 * index + length) % 40_000 for index in range(length)]
+        for runner, cache in zip(runners, sequences[-1], strict=True):
+            runner.forward([Piece(prompt, cache)])
+        token_ids.append(length)
+        for _ in range(14):
+            steps.append(
+                tuple(
+                    one_more(runner, token_ids, [caches[index] for caches in sequences])
+                    for index, runner in enumerate(runners)
+                )
+            )
+            token_ids = steps[-1][-1].argmax(dim=1).tolist()
+    return steps
+
+
+def one_more(
+    runner: ModelRunner, token_ids: Sequence[int], caches: Sequence[KVCache]
+) -> torch.Tensor:
+    """Forward a token of each sequence; return the logits, ``(rows, vocab)``."""
+    pieces = [Piece([one], cache) for one, cache in zip(token_ids, caches, strict=True)]
+    rows = runner.forward(pieces)
+    return torch.stack([logits for logits in rows if isinstance(logits, torch.Tensor)])
 
 
 def rows_alone_and_together(runner: ModelRunner) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -272,6 +389,20 @@ def test_integers_are_an_error_where_nothing_is_compiled(
         choose_runner(model, options(dtype))
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+@pytest.mark.parametrize(
+    "model",
+    [decoder_model("Llama"), family("Gemma2")],
+    ids=["known but not covered", "not known"],
+)
+def test_what_keys_and_values_are_kept_in_is_chosen_only_of_what_is_compiled(
+    model: PreTrainedModel, kv_dtype: str
+) -> None:
+    expected = f"^keys and values in {kv_dtype} are for models .* this one is not$"
+    with pytest.raises(RunnerChoiceError, match=expected):
+        choose_runner(model, options(kv_dtype=kv_dtype))
+
+
 # --- Memory --------------------------------------------------------------------------------------
 
 # Two layers, two heads for keys; keys and values of 16 positions each.
@@ -290,6 +421,8 @@ def unknown_llama() -> PreTrainedModel:
         (covered_model, {"dtype": "float32"}, 4 * COVERED_BYTES),
         (covered_model, {"dtype": "int8"}, 2 * COVERED_BYTES),
         (covered_model, {"dtype": "int4"}, 2 * COVERED_BYTES),
+        (covered_model, {"dtype": "int4", "kv_dtype": "int8"}, COVERED_BYTES * 34 // 32),
+        (covered_model, {"dtype": "int8", "kv_dtype": "float32"}, 4 * COVERED_BYTES),
         (lambda: decoder_model("Llama"), {}, 4 * LLAMA_BYTES),
         (
             lambda: in_dtype(decoder_model("Llama"), torch.bfloat16),

@@ -17,7 +17,7 @@ from sampler import simd
 from sampler.cpu_decoder import FORMATS, input_dtype, line_size, pack
 from sampler.cpu_kernels import TILE
 from sampler.simd import GROUP, LANES, MAX_TILE_ROWS
-from tests.sampler.cpu_decoders import WAY_NAMES, WAYS, unpacked
+from tests.sampler.cpu_decoders import USUAL_WAYS, Way, unpacked
 
 Floats = NDArray[np.float32]
 
@@ -65,12 +65,6 @@ def lanes_max(values: Any) -> Any:
 def exp_of(values: Any, results: Any) -> None:
     for i in range(0, len(values), LANES):
         simd.store(results, i, simd.exp(simd.load(values, i)))
-
-
-@njit
-def stored(values: Any, target: Any) -> None:
-    for i in range(len(values)):
-        simd.store_element(target, i, values[i])
 
 
 def exp(*values: float) -> Floats:
@@ -173,34 +167,18 @@ def test_the_power_of_what_is_no_number_is_none() -> None:
     assert np.isnan(powers).tolist() == [False, True, False, True]
 
 
-# --- bfloat16 ------------------------------------------------------------------------------------
+# --- Inputs and packed weights -------------------------------------------------------------------
 
 
-def test_a_float_is_stored_as_it_is() -> None:
-    values, target = random_floats(5), np.zeros(5, np.float32)
-
-    stored(values, target)
-
-    assert (target == values).all()
-
-
-def test_bfloat16_is_rounded_to_the_nearest_even() -> None:
+def bfloat16_cases() -> Floats:
+    """Return whole groups of numbers that lie between two of bfloat16, and others."""
     ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, -1 - 3 * 2**-8]
     beside = [
         float(np.nextafter(np.float32(tie), np.float32(side))) for tie in ties for side in (-9, 9)
     ]
     extremes = [0.0, -0.0, 3.4028235e38, -3.4028235e38, 1e-40, np.inf, -np.inf]
-    values = np.array([*ties, *beside, *extremes, *random_floats(1000)], np.float32)
-    target = np.zeros(len(values), np.uint16)
-
-    stored(values, target)
-
-    assert (target == as_bfloat16(values)).all()
-    as_floats = torch.from_numpy(target).view(torch.bfloat16).float()
-    assert as_floats[:4].tolist() == [1.0, 1 + 2**-6, -1.0, -1 - 2**-6]
-
-
-# --- The matrix product --------------------------------------------------------------------------
+    chosen = [*ties, *beside, *extremes]
+    return np.array([*chosen, *random_floats(3 * GROUP - len(chosen))], np.float32)
 
 
 def _products_of(accumulates: bool) -> Any:
@@ -214,35 +192,35 @@ def _products_of(accumulates: bool) -> Any:
         step = 40
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 3, step, 1, 2, accumulates,
+            outputs, 3, step, 1, 2, accumulates, "matrix",
         )  # fmt: skip
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 8 * step + 3, step, 2, 2, accumulates,
+            outputs, 8 * step + 3, step, 2, 2, accumulates, "matrix",
         )  # fmt: skip
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 16 * step + 3, step, 3, 2, accumulates,
+            outputs, 16 * step + 3, step, 3, 2, accumulates, "matrix",
         )  # fmt: skip
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 24 * step + 3, step, 4, 2, accumulates,
+            outputs, 24 * step + 3, step, 4, 2, accumulates, "matrix",
         )  # fmt: skip
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 32 * step + 3, step, 5, 2, accumulates,
+            outputs, 32 * step + 3, step, 5, 2, accumulates, "matrix",
         )  # fmt: skip
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 40 * step + 3, step, 6, 2, accumulates,
+            outputs, 40 * step + 3, step, 6, 2, accumulates, "matrix",
         )  # fmt: skip
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 48 * step + 3, step, 7, 2, accumulates,
+            outputs, 48 * step + 3, step, 7, 2, accumulates, "matrix",
         )  # fmt: skip
         simd.multiply_tile(
             weights, at, line, LANES, 1024, LANES, inputs, GROUP, stride, length,
-            outputs, 56 * step + 3, step, 8, 2, accumulates,
+            outputs, 56 * step + 3, step, 8, 2, accumulates, "matrix",
         )  # fmt: skip
 
     return products
@@ -256,8 +234,9 @@ products_added = _products_of(True)
 def narrow_product(weights: Any, line: int, inputs: Any, length: int, outputs: Any) -> None:
     """One vector of columns of a matrix whose lines are longer."""
     simd.multiply_tile(
-        weights, 0, line, LANES, 0, 0, inputs, 0, length, length, outputs, 0, LANES, 3, 1, False
-    )
+        weights, 0, line, LANES, 0, 0, inputs, 0, length, length,
+        outputs, 0, LANES, 3, 1, False, "matrix",
+    )  # fmt: skip
 
 
 @njit
@@ -265,7 +244,7 @@ def far_product(weights: Any, apart: int, inputs: Any, length: int, outputs: Any
     """Two vectors of columns, the second one ``apart`` from the first."""
     simd.multiply_tile(
         weights, 100, LANES, apart, 0, 0, inputs, 0, length, length,
-        outputs, 0, 2 * LANES, 3, 2, False,
+        outputs, 0, 2 * LANES, 3, 2, False, "matrix",
     )  # fmt: skip
 
 
@@ -323,9 +302,13 @@ def test_what_is_no_number_leaves_its_mark_on_inputs_in_16_bits(value: float) ->
 
 
 def test_inputs_in_bfloat16_are_rounded_to_the_nearest_even() -> None:
-    values = random_floats(4 * GROUP)
+    values = bfloat16_cases()
 
-    assert (as_inputs(values, "bfloat16", True) == as_bfloat16(values)).all()
+    stored = as_inputs(values, "bfloat16", True)
+
+    assert (stored == as_bfloat16(values)).all()
+    as_floats = torch.from_numpy(stored).view(torch.bfloat16).float()
+    assert as_floats[:4].tolist() == [1.0, 1 + 2**-6, -1.0, -1 - 2**-6]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -363,11 +346,12 @@ def test_groups_of_equal_weights_are_kept(form: str, value: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "pairs"), WAYS, ids=WAY_NAMES)
+@pytest.mark.parametrize("way", USUAL_WAYS, ids=str)
 @pytest.mark.parametrize("adds", [False, True])
 def test_products_are_those_of_the_weights_whatever_the_number_of_rows(
-    form: str, pairs: bool, adds: bool
+    way: Way, adds: bool
 ) -> None:
+    form, pairs, _ = way
     length, stride = 5 * GROUP, 6 * GROUP
     packed = pack(torch.from_numpy(random_floats(2 * TILE, length)), form, in_pairs=pairs)
     second = unpacked(packed, form, length, in_pairs=pairs)[TILE:].T  # (length, 32)
@@ -425,6 +409,186 @@ def test_sums_begin_with_the_first_element_and_go_on_to_the_last() -> None:
     narrow_product(ones, LANES, inputs.astype(np.float32).reshape(-1), 4, outputs.reshape(-1))
 
     assert (outputs == 1.0).all()
+
+
+# --- Keys and values -----------------------------------------------------------------------------
+
+KV_DTYPES = [np.float32, np.uint16, np.int8]
+IN_PAIRS = [False, True] if simd.processor_has("avx512vnni") else [False]
+BESIDE = 64
+"""Elements before a group, and behind it."""
+
+
+@njit
+def stored_keys(values: Any, slot: int, target: Any, at: int) -> None:
+    simd.store_position(target, at, slot, simd.load(values, 0), simd.load(values, LANES), "keys")
+
+
+@njit
+def stored_values(values: Any, slot: int, target: Any, at: int) -> None:
+    simd.store_position(target, at, slot, simd.load(values, 0), simd.load(values, LANES), "values")
+
+
+@njit
+def scores_of(keys: Any, apart: int, queries: Any, length: int, outputs: Any) -> None:
+    """Three queries and the keys of two blocks; then five queries."""
+    simd.multiply_tile(
+        keys, 0, LANES, apart, 0, 0, queries, 0, length, length,
+        outputs, 0, 2 * LANES, 3, 2, False, "keys",
+    )  # fmt: skip
+    simd.multiply_tile(
+        keys, 0, LANES, apart, 0, 0, queries, 3 * length, length, length,
+        outputs, 6 * LANES, 2 * LANES, 5, 2, False, "keys",
+    )  # fmt: skip
+
+
+@njit
+def sums_of_values(values: Any, at: int, weights: Any, length: int, outputs: Any) -> None:
+    simd.multiply_tile(
+        values, at, GROUP, LANES, 0, 0, weights, 0, LANES, length,
+        outputs, 0, 2 * LANES, 3, 2, True, "values",
+    )  # fmt: skip
+
+
+@njit
+def scaled(weights: Any, group: Any, results: Any) -> None:
+    simd.store(results, 0, simd.scale_weights(simd.load(weights, 0), group, 0))
+
+
+STORES = {"keys": stored_keys, "values": stored_values}
+
+
+def group_of(dtype: type, of: str, positions: Floats) -> NDArray[Any]:
+    """Return a group that holds ``positions``, ``(up to 16, 32)``, and all bits elsewhere."""
+    target: NDArray[Any] = np.zeros(simd.kv_group_size(dtype), dtype)
+    target.view(np.uint8)[:] = 0xFF
+    for slot, numbers in enumerate(positions):
+        STORES[of](numbers, slot, target, 0)
+    return target
+
+
+def positions_in(group: NDArray[Any], of: str) -> NDArray[np.float64]:
+    """Return the ``(16, 32)`` numbers of a group, read as its layout is described."""
+    shape = (GROUP, LANES) if of == "keys" else (LANES, GROUP)
+    if group.dtype == np.int8:
+        scales, integers = group[: 2 * LANES].view(np.float16), group[2 * LANES :]
+        if of == "keys":
+            integers = integers.reshape(GROUP // 2, LANES, 2).swapaxes(1, 2)
+        lines = integers.reshape(shape).astype(np.float64)
+        lines = lines.T if of == "keys" else lines
+        with np.errstate(invalid="ignore"):
+            return lines * scales.astype(np.float64)[:, None]
+    if group.dtype == np.uint16:
+        group = torch.from_numpy(group).view(torch.bfloat16).float().numpy()
+    lines = group.reshape(shape).astype(np.float64)
+    return lines.T if of == "keys" else lines
+
+
+@pytest.mark.parametrize("of", STORES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("slot", [0, 1, 6, 15])
+def test_a_position_lies_in_its_place_and_nothing_beside_it_is_touched(
+    of: str, dtype: type, slot: int
+) -> None:
+    size = simd.kv_group_size(dtype)
+    whole = np.random.default_rng(3).integers(0, 127, size + 2 * BESIDE)
+    before: NDArray[Any] = whole.astype(dtype)
+    target, numbers = before.copy(), random_floats(GROUP, seed=1)
+
+    STORES[of](numbers, slot, target, BESIDE)
+
+    kept = positions_in(target[BESIDE:-BESIDE], of)
+    untouched = positions_in(before[BESIDE:-BESIDE], of)
+    limits: dict[type, float] = {np.float32: 0.0, np.uint16: 2.0**-8, np.int8: 0.51 / 127}
+    scale = np.abs(numbers) if dtype is np.uint16 else np.abs(numbers).max()
+    assert (np.abs(kept[slot] - numbers) <= limits[dtype] * scale).all()
+    others = np.arange(LANES) != slot
+    assert np.array_equal(kept[others], untouched[others])
+    assert (target[:BESIDE] == before[:BESIDE]).all()
+    assert (target[-BESIDE:] == before[-BESIDE:]).all()
+
+
+@pytest.mark.parametrize("of", STORES)
+def test_what_is_kept_of_a_position_is_rounded_to_the_nearest(of: str) -> None:
+    positions = bfloat16_cases().reshape(3, GROUP)
+
+    kept = positions_in(group_of(np.uint16, of, positions), of)[:3]
+
+    expected = torch.from_numpy(positions).bfloat16().double().numpy()
+    assert np.array_equal(kept, expected)
+
+
+@pytest.mark.parametrize("of", STORES)
+@pytest.mark.parametrize("magnitude", [0.0, 1e-38, 1e-4, 1.0, 8e6])
+def test_bytes_are_near_the_greatest_of_their_group(of: str, magnitude: float) -> None:
+    positions = random_floats(4, GROUP)
+    positions *= np.float32(magnitude) / np.abs(positions).max(1, keepdims=True)
+    positions[3] = 0.0
+
+    kept = positions_in(group_of(np.int8, of, positions), of)[:4]
+
+    # Half a step of the scale, which is a float16: they are some 6e-8 apart where it is small.
+    limit = (magnitude / 127 * 0.501 + 128 * 2.0**-25) * 1.001
+    assert np.abs(kept - positions).max() <= limit
+    assert not kept[3].any()
+
+
+@pytest.mark.parametrize("of", STORES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e7])
+def test_a_position_of_what_is_no_number_is_none_and_no_other_is(of: str, value: float) -> None:
+    positions = random_floats(LANES, GROUP)
+    positions[5, 7] = value
+
+    kept = positions_in(group_of(np.int8, of, positions), of)
+
+    others = np.arange(LANES) != 5
+    assert not np.isfinite(kept[5]).any()
+    assert np.isfinite(kept[others]).all()
+    alone = positions_in(group_of(np.int8, of, np.where(others[:, None], positions, 0.0)), of)
+    assert np.array_equal(kept[others], alone[others])
+
+
+@pytest.mark.parametrize("in_pairs", IN_PAIRS)
+def test_scores_are_those_of_the_keys_that_are_kept(in_pairs: bool) -> None:
+    blocks = random_floats(2, 2, LANES, GROUP)  # (block, group, position, coordinate)
+    blocks[1, 1, 4, 3] = np.nan
+    groups = [group_of(np.int8, "keys", group) for block in blocks for group in block]
+    kept = np.stack([positions_in(group, "keys") for group in groups]).reshape(blocks.shape)
+    queries = as_inputs(random_floats(8, 2 * GROUP, seed=1), "int8", in_pairs)
+    outputs = np.empty((8, 2 * LANES), np.float32)
+
+    scores_of(np.concatenate(groups), 2 * len(groups[0]), queries, 2 * GROUP, outputs.reshape(-1))
+
+    columns = kept.swapaxes(1, 2).reshape(2 * LANES, 2 * GROUP)
+    expected = inputs_in(queries).reshape(8, 2 * GROUP) @ columns.T
+    is_number = np.arange(2 * LANES) != LANES + 4
+    assert np.isnan(outputs[:, ~is_number]).all()
+    assert np.abs(outputs - expected)[:, is_number].max() < 2e-5
+
+
+def test_sums_are_those_of_the_values_that_are_kept() -> None:
+    positions, weights = random_floats(LANES, GROUP), np.abs(random_floats(3, LANES, seed=1))
+    positions[9:, 2] = np.nan
+    weights[:, 9:] = 0.0
+    group = group_of(np.int8, "values", positions)
+    inputs, outputs = np.empty_like(weights), random_floats(3, GROUP, seed=2)
+    before = outputs.copy()
+
+    for row, kept in zip(weights, inputs, strict=True):
+        scaled(row, group, kept)
+    sums_of_values(group, 2 * LANES, inputs.reshape(-1), LANES, outputs.reshape(-1))
+
+    expected = before + weights[:, :9] @ positions_in(group, "values")[:9]
+    assert np.abs(outputs - expected).max() < 2e-5
+
+
+def test_a_weight_of_what_is_no_number_is_none() -> None:
+    positions, results = random_floats(LANES, GROUP), np.empty(LANES, np.float32)
+    positions[5, 7] = np.inf
+
+    scaled(np.ones(LANES, np.float32), group_of(np.int8, "values", positions), results)
+
+    assert np.isfinite(results).tolist() == [slot != 5 for slot in range(LANES)]
 
 
 # --- Compiling -----------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def test_speed_compares_our_runner_with_transformers(bench: QuietBench) -> None:
     decode, ratios, prefill, _ = section.grids
     assert set(decode.rows) == {
         f"ours {bench.auto_dtype}",
+        *(f"ours {name}" for name in bench.cuda_runners),
         *(
             f"transformers {how} {dtype}"
             for how in ("loop", "generate")
@@ -109,6 +110,21 @@ def test_speed_compares_our_runner_with_transformers(bench: QuietBench) -> None:
     assert f"A/A: ours {bench.auto_dtype}" in ratios.rows
     assert not any("generate" in name for name in prefill.rows)
     assert bench.num_settled
+
+
+@pytest.mark.slow
+def test_speed_compares_graphs_with_none_where_there_is_cuda(
+    bench: QuietBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = bench.runner(bench.auto_dtype)
+    monkeypatch.setattr(bench, "cuda_runners", {"CUDA": runner, "CUDA, no graphs": runner})
+
+    section = speed.run(bench)
+
+    check(section)
+    decode, ratios, *_ = section.grids
+    assert {"ours CUDA", "ours CUDA, no graphs"} <= set(decode.rows)
+    assert "at 512" in ratios.rows["CUDA: graphs / none"]
 
 
 @pytest.mark.slow
@@ -143,6 +159,19 @@ def test_exact_tells_speed_and_quality(bench: QuietBench) -> None:
     # Random weights over 259 tokens know nothing.
     assert 200 < quality["float32"]["perplexity"].median < 350
     assert abs(quality[bench.auto_dtype]["change, %"].median) < 1
+
+
+@pytest.mark.slow
+def test_the_usual_format_is_measured_with_keys_and_values_in_8_bits_too(
+    bench: QuietBench,
+) -> None:
+    assert bench.dtypes[-1] == f"{bench.auto_dtype}, KV in int8"
+
+    runner = bench.runner(bench.dtypes[-1])
+
+    assert runner.dtype is torch.int8
+    pool = runner.new_cache().table.pool
+    assert pool.num_blocks == bench.runner(bench.auto_dtype).new_cache().table.pool.num_blocks
 
 
 @pytest.mark.slow
@@ -208,7 +237,14 @@ def test_what_becomes_of_a_suspended_cache_is_noted(mode: Mode, tmp_path: Path) 
         parked.suspend(cache, ["search"], since=5.0)
 
         fate = parked.fates[5.0]
+        assert fate.back_at == 0.0
+        parked.take(cache)
+        # What becomes of it when the run is over is another matter.
+        parked.keep(cache)
+        for eviction in parked.evictions(0):
+            parked.evict(eviction)
 
+    assert fate.back_at > 0.0
     assert fate.disposition is Disposition[mode.name if mode is not Mode.AUTO else "PRESERVE"]
     assert fate.facts == Suspended(num_tokens=20, num_blocks=2)
 
@@ -288,16 +324,14 @@ def test_a_policy_is_charged_for_all_its_suspensions_and_apart_from_them_for_pre
 
 
 def test_all_are_charged_with_how_long_those_waited_that_had_lost_their_caches() -> None:
+    """It took 3.5 s to read the one that was swapped out."""
     stayed = Stop(9.0, 30.0, Fate(HUNDRED), queue_seconds=100.0)
-    went = [
-        Stop(9.0, 30.0, Fate(HUNDRED, Disposition.SWAP, 30.0), queue_seconds=seconds)
-        for seconds in (1.0, 4.0)
-    ]
+    swapped = Stop(9.0, 30.0, Fate(HUNDRED, Disposition.SWAP, 30.0), queue_seconds=4.5)
+    discarded = Stop(9.0, 30.0, Fate(HUNDRED, Disposition.DISCARD, 30.0), queue_seconds=4.0)
+    outcomes = [Outcome([stayed, swapped]), Outcome([discarded])]
 
-    rates = policies.with_requeue(RATES, [Outcome([stayed, went[0]]), Outcome([went[1]])])
-
-    assert rates.requeue_seconds == 2.5
-    assert policies.with_requeue(RATES, [Outcome([stayed])]).requeue_seconds == 0.0
+    assert policies.with_requeue(WORK, outcomes).requeue_seconds == (1.0 + 4.0) / 2
+    assert policies.with_requeue(WORK, [Outcome([stayed])]).requeue_seconds == 0.0
 
 
 class Cold(ModelRunner):
