@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from protocol.codec import decode_object
+from sampler.engines.endpoint.client import Endpoint
 from server.settings import Settings
 from tests.sampler.engines.fake_endpoint import (
     MODEL,
@@ -569,6 +570,12 @@ async def test_what_breaks_before_a_word_again_and_again_is_waited_for(status: i
         assert turn["endpoint"]["tries"] == len(fake.requests) == MANY + 1
 
 
+def num_failures(server: Running) -> int:
+    """Return how many failures of its own the endpoint is held to have had."""
+    endpoint: Endpoint = server.any_engine._endpoint  # type: ignore[attr-defined]
+    return endpoint.failures
+
+
 AFTER = {
     "cut": cut(),
     "an error": breaks(503),
@@ -584,6 +591,15 @@ async def test_what_goes_wrong_when_all_was_said_is_no_fault(script: Script) -> 
 
         assert text_in(response) == "It rains."
         assert response["status"] == "completed"
+        assert num_failures(server) == 0
+
+
+async def test_an_answer_that_ends_without_a_reason_to_is_a_failure_of_the_endpoint() -> None:
+    async with served([*says("It rains."), *ends(None)]) as (server, _), server.http() as http:
+        answer = await http.post("/v1/responses", json=BODY)
+
+        assert answer.status_code == 500
+        assert num_failures(server) == 1
 
 
 @asynccontextmanager

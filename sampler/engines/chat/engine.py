@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import takewhile
@@ -350,29 +350,30 @@ class _ChatStream(SegmentStream):
         self._news.set()
 
     async def _read_answer(self) -> None:
-        """Read the answer; what goes wrong when all was said is no fault."""
-        try:
-            async with self._endpoint.stream(PATH, self._body, says_something) as events:
-                self.events = events
-                self._segment.started_at = events.sent_at
-                await self._read_all(events)
-                if self.turn.stop_reason is None:
-                    raise EndpointError("the endpoint's answer ended without a reason to")
-        except EngineError as error:
+        async with self._endpoint.stream(PATH, self._body, says_something) as events:
+            self.events = events
+            self._segment.started_at = events.sent_at
+            await self._read_all(events)
             if self.turn.stop_reason is None:
-                raise
-            logger.info("run %s: %s, when all was said", self._run.id, error)
+                raise EndpointError("the endpoint's answer ended without a reason to")
 
     async def _read_all(self, events: EventStream) -> None:
         """Read ``events`` to their end, for which is waited a little once the turn is over: what
-        comes then is the usage, and nothing that the client waits for."""
-        with suppress(TimeoutError):
+        comes then is the usage, and nothing that the client waits for. What goes wrong then is no
+        fault."""
+        try:
             async with asyncio.timeout(None) as deadline:
                 async for event in events:
                     await self._give(self.turn.feed(event))
                     if self.turn.stop_reason is not None and deadline.when() is None:
                         now = asyncio.get_running_loop().time()
                         deadline.reschedule(now + _REST_SECONDS)
+        except TimeoutError:
+            pass
+        except EngineError as error:
+            if self.turn.stop_reason is None:
+                raise
+            logger.info("run %s: %s, when all was said", self._run.id, error)
 
     async def _give(self, outputs: Collection[TurnOutput]) -> None:
         if not outputs:

@@ -217,7 +217,6 @@ class _CompletionsSession(Session):
         last: Message
         try:
             await self._read(answer)
-            answer.check()
             last = answer.reason
         except EngineError as error:
             last = error.with_traceback(None)
@@ -237,8 +236,9 @@ class _CompletionsSession(Session):
                 self._deliver(answer.feed(event))
                 if answer.reason is not None:
                     await _read_rest(events, answer)
-                    return
+                    break
                 await self._until_there_is_room()
+            answer.check()
 
     def _deliver(self, sampled: Collection[Sampled]) -> None:
         segment = self._run.segments[-1]

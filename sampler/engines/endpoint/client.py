@@ -19,7 +19,15 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
@@ -29,7 +37,10 @@ import httpx2
 from protocol.codec import decode_object
 from protocol.errors import ProtocolError
 from protocol.validation import JsonObject
+from sampler.engine_error import EngineError
 from sampler.engines.endpoint.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    INVALID_PROMPT,
     RATE_LIMIT_EXCEEDED,
     EndpointError,
     error_in_stream,
@@ -63,6 +74,8 @@ _MIN_SECRET_CHARACTERS = 8
 _NO_MODELS_ROUTE = (404, 405, 501)
 _REFUSED_KEY = (401, 403)
 """Which no waiting mends, where an account without credit (402) may get some any time."""
+_REFUSALS = frozenset({CONTEXT_LENGTH_EXCEEDED, INVALID_PROMPT})
+"""The codes of errors that are the request's own fault."""
 _CHECK_SECONDS = 5.0
 """How long a check waits for an endpoint that does not answer. Runs are more patient."""
 _MAX_NAMES = 20
@@ -71,9 +84,22 @@ _NEEDED_MEMBERS = frozenset({"messages", "model", "prompt", "stream", "tools"})
 _DONE = b"[DONE]"
 
 
+class EndpointSettingsError(ValueError):
+    """A setting that cannot be. The message says why, and no key."""
+
+    def __init__(self, member: str, message: str) -> None:
+        super().__init__(message)
+        self.member = member
+        """Of ``EndpointSettings``: which one it is."""
+
+
 @dataclass(frozen=True)
 class EndpointSettings:
-    """Which endpoint, and how it is spoken to."""
+    """Which endpoint, and how it is spoken to.
+
+    Raises:
+        EndpointSettingsError: one of the settings cannot be.
+    """
 
     base_url: str
     """Paths are joined to it: ``https://api.cerebras.ai/v1``."""
@@ -97,21 +123,29 @@ class EndpointSettings:
     """Members that are left out of every request, because the endpoint does not take them."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for what cannot be, without saying a key."""
-        url = httpx2.URL(self.base_url)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError("the URL of an endpoint begins with http:// or https:// and a host")
+        if problem := next(self._problems(), None):
+            raise EndpointSettingsError(*problem)
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """Give what cannot be: the member, and what is wrong with it."""
+        if problem := _problem_of_url(self.base_url):
+            yield "base_url", problem
         if self.max_concurrent < 1:
-            raise ValueError("an endpoint takes at least one request at once")
+            yield "max_concurrent", "an endpoint takes at least one request at once"
         if self.read_timeout_seconds <= 0:
-            raise ValueError("an endpoint is given some time to say something")
+            yield "read_timeout_seconds", "an endpoint is given some time to say something"
         if not self.max_tokens_member:
-            raise ValueError("the member that bounds what is sampled has a name")
-        if needed := sorted(_NEEDED_MEMBERS & {*self.omitted, self.max_tokens_member}):
-            raise ValueError(f"every request needs its {', '.join(needed)}")
-        values = [self.api_key or "", *self.headers.values()]
-        if not all(value.isascii() and value.isprintable() for value in values):
-            raise ValueError("an API key or header has characters that no header can have")
+            yield "max_tokens_member", "the member that bounds what is sampled has a name"
+        if self.max_tokens_member in _NEEDED_MEMBERS:
+            yield "max_tokens_member", f"every request needs its {self.max_tokens_member}"
+        if "" in self.omitted:
+            yield "omitted", "a member that is left out has a name"
+        if needed := sorted(_NEEDED_MEMBERS & self.omitted):
+            yield "omitted", f"every request needs its {', '.join(needed)}"
+        if not _can_be_sent([self.api_key or ""]):
+            yield "api_key", "an API key has no such characters as are in it"
+        if not _can_be_sent(self.headers.values()):
+            yield "headers", "a header has characters that no header can have"
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -130,8 +164,6 @@ class EventStream(AsyncIterator[JsonObject]):
         secrets: tuple[str, ...],
         read_timeout_seconds: float,
     ) -> None:
-        self.on_failure: Callable[[], None] | None = None
-        """Called when the stream fails."""
         self._chunks = chunks
         self._ticket = ticket
         self._secrets = secrets
@@ -183,13 +215,7 @@ class EventStream(AsyncIterator[JsonObject]):
         """
         if self._read_ahead:
             return self._read_ahead.popleft()
-        try:
-            event = await self._next()
-        except EndpointError:
-            if self.on_failure is not None:
-                self.on_failure()
-            raise
-        if event is None:
+        if (event := await self._next()) is None:
             raise StopAsyncIteration
         return event
 
@@ -257,7 +283,8 @@ class Endpoint:
         self.rate_limited = 0
         """Those that were answered with 429."""
         self.failures = 0
-        """Requests that were given up, and streams that failed."""
+        """Requests that were given up, and streams that failed before all was said. What was
+        refused for what it asks is none, nor what its reader leaves."""
         self.rate_limits: Mapping[str, str] = {}
         """The latest ``x-ratelimit-`` headers, with names in lower case."""
         self.gate = Gate(settings.max_concurrent, settings.patience_seconds)
@@ -312,7 +339,8 @@ class Endpoint:
 
         Entering waits for admission and for an event that says something; all tries are made
         there. Leaving early closes the stream, and with it its connection, so that the endpoint
-        need not go on. Cancellation, at any point, does the same; nothing stays behind.
+        need not go on. Cancellation, at any point, does the same; nothing stays behind. An
+        ``EngineError`` that leaves the block is a failure of the endpoint, whoever has raised it.
 
         Args:
             path: joined to the base URL: ``/chat/completions``.
@@ -329,11 +357,10 @@ class Endpoint:
 
         async with AsyncExitStack() as stack:
             try:
-                events = await self._retrying(attempt, stack)
-            except EndpointError:
-                self._count_failure()
+                yield await self._retrying(attempt, stack)
+            except EngineError as error:
+                self.failures += error.code not in _REFUSALS
                 raise
-            yield events
 
     async def close(self) -> None:
         """Close all connections. Streams that are still read break."""
@@ -413,7 +440,6 @@ class Endpoint:
         events = EventStream(chunks, ticket, self._secrets, self.settings.read_timeout_seconds)
         trying.push_async_callback(events.drain)
         await events.read_beginning(begins)
-        events.on_failure = self._count_failure
         return events
 
     async def _get_models(self, trying: AsyncExitStack, ticket: Ticket) -> JsonObject:
@@ -457,8 +483,23 @@ class Endpoint:
         if response.status_code == 200 and (seconds := exhausted_for(response.headers)):
             self.gate.close_for(seconds)
 
-    def _count_failure(self) -> None:
-        self.failures += 1
+
+def _problem_of_url(text: str) -> str:
+    """Return what is wrong with the URL of an endpoint; empty if nothing is."""
+    try:
+        url = httpx2.URL(text)
+    except httpx2.InvalidURL as error:
+        return str(error)
+    if url.scheme not in ("http", "https") or not url.host:
+        return "the URL of an endpoint begins with http:// or https:// and a host"
+    if url.port is not None and not 0 < url.port < 1 << 16:
+        return f"a port is a number from 1 to 65535, not {url.port}"
+    return ""
+
+
+def _can_be_sent(values: Iterable[str]) -> bool:
+    """Tell whether each of ``values`` can stand in a header."""
+    return all(value.isascii() and value.isprintable() for value in values)
 
 
 def _client_for(settings: EndpointSettings) -> httpx2.AsyncClient:

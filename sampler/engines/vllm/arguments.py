@@ -43,7 +43,7 @@ def parse_engine_args(texts: Iterable[str]) -> dict[str, object]:
             raise VllmError(f"an engine argument is given as key=value, not {text!r}")
         try:
             arguments[key.replace("-", "_")] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments[key.replace("-", "_")] = value
     return arguments
 

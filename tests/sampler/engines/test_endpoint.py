@@ -16,8 +16,9 @@ import pytest
 
 from protocol.codec import encode
 from protocol.validation import JsonObject
+from sampler.engine_error import EngineError
 from sampler.engines.chat.chunk import says_something
-from sampler.engines.endpoint.client import Endpoint, EndpointSettings
+from sampler.engines.endpoint.client import Endpoint, EndpointSettings, EndpointSettingsError
 from sampler.engines.endpoint.errors import MAX_MESSAGE_CHARACTERS, EndpointError
 from tests.sampler.engines.fake_endpoint import (
     API_KEY,
@@ -77,6 +78,13 @@ async def events_of(
 def text_in(events: Sequence[JsonObject]) -> str:
     """Return what was said in ``events``."""
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+
+
+async def read_into(events: list[JsonObject], endpoint: Endpoint) -> None:
+    """Put the events of one answer into ``events``, as far as they come."""
+    async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
+        async for event in stream:
+            events.append(event)  # noqa: PERF401  # those are wanted that came before it broke
 
 
 async def failure_of(endpoint: Endpoint) -> EndpointError:
@@ -180,7 +188,8 @@ async def test_what_stays_as_it_is_is_not_tried_again(status: int) -> None:
         error = await failure_of(endpoint)
 
         assert (error.status, error.is_transient) == (status, False)
-        assert (endpoint.requests, endpoint.failures) == (1, 1)
+        is_its_own_fault = status in (400, 413, 422)
+        assert (endpoint.requests, endpoint.failures) == (1, not is_its_own_fault)
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -344,14 +353,46 @@ async def test_a_refusal_as_first_event_is_not_tried_again() -> None:
 
 async def test_a_later_error_is_not_tried_again() -> None:
     async with talking([*says("Hi"), *breaks(503, "lost")], says("Hi")) as (_, endpoint):
-        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
-            said = [await anext(stream), await anext(stream)]
-            with pytest.raises(EndpointError, match="lost") as failure:
-                await anext(stream)
+        said = list[JsonObject]()
+        with pytest.raises(EndpointError, match="lost") as failure:
+            await read_into(said, endpoint)
 
         assert text_in(said) == "Hi"
         assert (failure.value.status, failure.value.is_transient) == (503, True)
         assert (endpoint.requests, endpoint.failures) == (1, 1)
+
+
+@pytest.mark.parametrize("code", ["context_length_exceeded", "invalid_request_error"])
+async def test_what_is_refused_for_what_it_asks_is_no_failure_of_the_endpoint(code: str) -> None:
+    refusal = breaks(400, code=code)
+    async with talking(refusal, [*says("Hi"), *refusal]) as (_, endpoint):
+        for _ in range(2):
+            await failure_of(endpoint)
+
+        assert endpoint.failures == 0
+
+
+async def test_what_its_reader_cannot_read_is_a_failure_of_the_endpoint() -> None:
+    async with talking(says("Hi")) as (_, endpoint):
+        with pytest.raises(EngineError):
+            async with endpoint.stream(CHAT, encode(chat_request()), says_something):
+                raise EngineError("it makes no sense")
+
+        assert endpoint.failures == 1
+
+
+async def test_what_its_reader_leaves_is_no_failure_of_the_endpoint() -> None:
+    async with talking([*says("Hi"), *silence()], silence()) as (fake, endpoint):
+        async with endpoint.stream(CHAT, encode(chat_request()), says_something) as stream:
+            await anext(stream)
+        await fake.received()
+        reading = asyncio.ensure_future(events_of(endpoint))
+        await fake.received()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+        assert endpoint.failures == 0
 
 
 async def test_a_connection_cut_before_the_answer_is_tried_again() -> None:
@@ -653,6 +694,10 @@ def test_a_key_that_no_header_can_have_is_refused_unsaid(key: str) -> None:
     [
         {"base_url": "ftp://x"},
         {"base_url": "x"},
+        {"base_url": "http://x:port"},
+        {"base_url": "http://x:65536"},
+        {"omitted": frozenset({""})},
+        {"headers": {"x-gateway-key": "é"}},
         {"max_concurrent": 0},
         {"read_timeout_seconds": 0},
         {"omitted": frozenset({"seed", "messages"})},
@@ -660,9 +705,11 @@ def test_a_key_that_no_header_can_have_is_refused_unsaid(key: str) -> None:
         {"max_tokens_member": ""},
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+def test_settings_that_cannot_be_are_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(EndpointSettingsError) as refusal:
         EndpointSettings(**({"base_url": "http://x"} | settings))
+
+    assert [refusal.value.member] == list(settings)
 
 
 # --- Models --------------------------------------------------------------------------------------

@@ -55,3 +55,9 @@ def test_all_else_is_passed_on() -> None:
     assert arguments["disable_log_stats"] is False
     assert arguments["enable_log_requests"] is False
     assert arguments["additional_config"] == {SETTINGS: {"a": 1}}
+
+
+def test_what_is_nested_too_deeply_for_json_is_a_string() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+
+    assert parse_engine_args([f"a={deep}"]) == {"a": deep}
