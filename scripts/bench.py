@@ -10,9 +10,11 @@ import json
 import sys
 import time
 import traceback
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx2
 import typer
 from rich.console import Console
 
@@ -23,6 +25,7 @@ from scripts.benchmarks.bench import Bench
 from scripts.benchmarks.llama_cpp import find_python
 from scripts.benchmarks.machine import Neighbours, machine, versions
 from scripts.benchmarks.section import Section
+from scripts.local_server import ServerError, server_url
 
 SECTIONS = (
     "speed",
@@ -37,6 +40,29 @@ SECTIONS = (
 
 _MANY_BUSY_CORES = 0.15
 """With more than that, other programs are felt in the figures."""
+
+_PATIENCE_SECONDS = 10.0
+
+
+def _there(url: str | None) -> str | None:
+    """Make sure that a server of ours is there before anything is measured, and return its URL.
+
+    Raises:
+        BadParameter: none answers, or another.
+    """
+    if url is None:
+        return None
+    try:
+        url = server_url(url)
+        answer = httpx2.get(f"{url}/health", timeout=_PATIENCE_SECONDS)
+    except ServerError as error:
+        raise typer.BadParameter(str(error)) from None
+    except (httpx2.RequestError, httpx2.InvalidURL) as error:
+        raise typer.BadParameter(f"cannot connect to {url}: {error}") from None
+    if answer.status_code != HTTPStatus.OK:
+        told = f"{url}/health answered {answer.status_code}; is it a server of this project?"
+        raise typer.BadParameter(told)
+    return url
 
 
 def main(
@@ -66,11 +92,17 @@ def main(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="A server that runs already, for 'designs'.", show_default="our own"),
+        typer.Option(
+            callback=_there,
+            help="A server that runs already, for 'designs'.",
+            show_default="our own",
+        ),
     ] = None,
 ) -> None:
     """Measure and print."""
     names = _known(sections or list(SECTIONS))
+    if url is not None and "designs" not in names:
+        raise typer.BadParameter("--url goes with the section 'designs' only")
     console = Console(width=None if sys.stdout.isatty() else 160)
     bench = Bench(
         is_quick=quick,

@@ -9,7 +9,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -23,6 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from sampler.engines.endpoint.client import EndpointSettings, EndpointSettingsError
 from sampler.traces import write_traces
 
 # scripts/compare starts Python with -P, and scripts/ is no installed package.
@@ -39,6 +41,8 @@ INTERRUPTED = 130
 """Exit status, as shells give it after Ctrl-C."""
 
 _DESIGNS = [design.value for design in Design]
+
+_REPORT = "report.html"
 
 
 def main(
@@ -115,9 +119,12 @@ def main(
     ] = None,
 ) -> None:
     """Compare, and write a report of it."""
+    if endpoint is not None:
+        _check_endpoint(endpoint, endpoint_model)
     remote = None if endpoint is None else RemoteModel(endpoint, endpoint_model)
     if traces_file is not None:
-        write_traces(traces_file, at_endpoint("", is_quick=quick).traces())
+        with _mistakes_told(f"cannot write {traces_file}"):
+            write_traces(traces_file, at_endpoint("", is_quick=quick).traces())
         return
     choices = Choices(
         is_quick=quick,
@@ -129,7 +136,9 @@ def main(
         llama_cpp_python=llama_cpp_python,
         transformers_python=transformers_python,
     )
-    out.mkdir(parents=True, exist_ok=True)
+    with _mistakes_told(f"cannot write to {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / _REPORT).open("ab").close()  # hours are not to be lost to a wrong path
     console = Console(width=None if sys.stdout.isatty() else 120)
     with Screen(console) as screen:
         command = shlex.join(["scripts/compare", *sys.argv[1:]])
@@ -137,18 +146,36 @@ def main(
         screen.expect({name: comparison.budget_seconds(name) for name in comparison.names})
         is_interrupted = _is_interrupted(comparison)
         screen.write("writing the report")
-        write_report(comparison.results, out / "report.html")
+        write_report(comparison.results, out / _REPORT)
     console.print(summary(comparison.results))
     faults = disagreements(comparison.results.agreements)
     for fault in faults:
         console.print(f"  tokens differ: {fault}", style="red", highlight=False, markup=False)
     for note in comparison.results.notes:
         console.print(f"  {note}", highlight=False, markup=False)
-    console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"report: {out / _REPORT}", highlight=False, soft_wrap=True)
     if is_interrupted:
         raise typer.Exit(INTERRUPTED)
     if faults or not comparison.results.is_complete:
         raise typer.Exit(1)
+
+
+def _check_endpoint(url: str, model: str) -> None:
+    try:
+        EndpointSettings(url)
+    except EndpointSettingsError as error:
+        raise typer.BadParameter(f"endpoint {url}: {error}") from None
+    if not model:
+        raise typer.BadParameter("--endpoint-model: a model has a name")
+
+
+@contextmanager
+def _mistakes_told(what: str) -> Iterator[None]:
+    """Say of what the system refuses that it is a wrong option."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(f"{what}: {error.strerror}") from None
 
 
 def _experiments(names: Sequence[str], remote: RemoteModel | None) -> list[str]:

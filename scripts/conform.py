@@ -7,7 +7,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from protocol.codec import encode
 from protocol.conformance.catalogue import CHECKS, chosen
 from protocol.conformance.check import Check, Cost, Target, Way, affordable
 from protocol.conformance.play import Result
@@ -40,6 +41,11 @@ from scripts.conformance.tokens import estimated_input
 
 INTERRUPTED = 130
 """Exit status, as shells give it after Ctrl-C."""
+_MAX_LEVELS = 100
+"""Of what goes into each request: what is deeper cannot be written as JSON from any depth of calls,
+and a server that refuses it does nothing wrong."""
+_MAX_SHOWN = 60
+"""How much of an option is repeated."""
 
 
 def _writable(file: Path | None) -> Path | None:
@@ -174,13 +180,32 @@ def main(
 
 
 def _members(text: str) -> dict[str, Any]:
+    shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
     try:
         members = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        members = None
+        is_too_deep = _is_deeper(members, _MAX_LEVELS)
+        encode({} if is_too_deep else {"with": members})
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object, got {shown!r}: {error}") from None
+    except RecursionError:
+        members, is_too_deep = None, True
+    if is_too_deep:
+        raise ValueError(f"expected at most {_MAX_LEVELS} levels of JSON, got {shown!r}")
     if not isinstance(members, dict):
-        raise ValueError(f"expected a JSON object, got {text!r}")
+        raise ValueError(f"expected a JSON object, got {shown!r}")
     return members
+
+
+def _is_deeper(value: Any, num_levels: int) -> bool:
+    """Tell whether ``value`` has more levels of objects and arrays than ``num_levels``."""
+    level = [value]
+    for _ in range(num_levels + 1):
+        level = [inner for outer in level for inner in _inside(outer)]
+    return bool(level)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _listing(address: Address, timeout: float) -> Listing:

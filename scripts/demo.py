@@ -102,10 +102,10 @@ def main(
         temperature=temperature,
         seed=seed,
         # A server that is started here has one model; of another one, this is asked for by name.
-        model=model if url else None,
+        model=None if url is None else model,
     )
     command = server_command(server_options(model, device, dtype, threads))
-    server = given_server(url) if url else running_server(command)
+    server = running_server(command) if url is None else given_server(url)
     screen = Screen(Console(quiet=as_json))
     try:
         runs = asyncio.run(
@@ -116,7 +116,7 @@ def main(
                 screen,
                 options,
                 # A server that is started here knows no keys, and that of another is not its.
-                api_key=api_key if url else None,
+                api_key=None if url is None else api_key,
             )
         )
     except (KeyboardInterrupt, asyncio.CancelledError):

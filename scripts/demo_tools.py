@@ -78,7 +78,7 @@ class Toolbox:
 def _argument(arguments: str, name: str) -> str:
     try:
         given = json.loads(arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ToolError("the arguments are not JSON") from error
     if not isinstance(given, dict) or not isinstance(given.get(name), str):
         raise ToolError(f"expected a string {name!r}")

@@ -117,7 +117,20 @@ def _refusal(url: str, status: int, api_key: str | None) -> str:
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SOCKET_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+_SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
+
+
+def server_url(url: str) -> str:
+    """Return where, by HTTP, the server itself is that a person means by ``url``.
+
+    Raises:
+        ServerError: ``url`` is not one.
+    """
+    parts = _split(url)
+    if parts.scheme not in _SCHEMES or not parts.netloc:
+        raise _no_url(url)
+    path = parts.path.rstrip("/").removesuffix("/responses").removesuffix("/v1")
+    return f"{_SCHEMES[parts.scheme]}://{parts.netloc}{path}"
 
 
 def socket_url(url: str) -> str:
@@ -126,12 +139,7 @@ def socket_url(url: str) -> str:
     Raises:
         ServerError: ``url`` is not one.
     """
-    parts = _split(url)
-    if parts.scheme not in _SOCKET_SCHEMES or not parts.netloc:
-        raise _no_url(url)
-    path = parts.path.rstrip("/").removesuffix("/responses").removesuffix("/v1")
-    scheme = _SOCKET_SCHEMES[parts.scheme]
-    return f"{scheme}://{parts.netloc}{path}/v1/responses?dialect=append"
+    return f"{server_url(url).replace('http', 'ws', 1)}/v1/responses?dialect=append"
 
 
 def _split(url: str) -> SplitResult:

@@ -24,7 +24,7 @@ from websockets.asyncio.client import connect
 from scripts.benchmarks.bench import Bench
 from scripts.benchmarks.figures import Figure, figure, ratio
 from scripts.benchmarks.section import Grid, Section
-from scripts.local_server import running_server, server_command
+from scripts.local_server import running_server, server_command, socket_url
 
 JsonObject = dict[str, Any]
 
@@ -128,7 +128,7 @@ async def _in_turns(bench: Bench, workload: Workload, url: str) -> dict[str, lis
 
 async def hold_suspended(url: str, workload: Workload, held: Held) -> None:
     """Hold the run on one WebSocket, with an append for each call."""
-    async with connect(f"{url.replace('http', 'ws')}/v1/responses?dialect=append") as socket:
+    async with connect(socket_url(url)) as socket:
 
         async def events() -> AsyncIterator[JsonObject]:
             async for frame in socket:

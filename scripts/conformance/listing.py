@@ -45,6 +45,8 @@ async def listing_of(address: Address, patience_seconds: float) -> Listing:
             answer = await http.get(url)
     except (TimeoutError, httpx2.ReadTimeout):
         return Listing(note=f"{url} lists no models: no answer in {patience_seconds:g} s")
+    except httpx2.DecodingError as error:
+        return Listing(note=f"{url} lists no models: its body cannot be decoded: {error}")
     except (httpx2.RequestError, httpx2.InvalidURL) as error:
         raise UnreachableError(_told(address, error)) from None
     first = _first_id(answer)

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import httpx2
-
 from protocol.conformance.check import Check, Target
 from protocol.conformance.play import Branch, Branches, Play, Result, Verdict, as_bug
 from scripts.conformance.address import Address
 from scripts.conformance.fuzz import Fuzz, fuzzed
 from scripts.conformance.overlap import Overlap
-from scripts.conformance.wires import Wires, http_client
+from scripts.conformance.wires import Http, Wires, http_to
 
 _PATIENCES = 5
 """After so many times what it may wait for one thing, a check is given up."""
@@ -57,13 +55,13 @@ class Suite:
         On cancellation those that are being played are broken off.
         """
         side_by_side = iter([check for check in checks if not check.is_alone])
-        async with http_client(self.address, self.patience_seconds) as http:
+        async with http_to(self.address, self.patience_seconds) as http:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self.jobs):
                     tasks.create_task(self._play_all(side_by_side, http))
             await self._play_all(iter([check for check in checks if check.is_alone]), http)
 
-    async def _play_all(self, checks: Iterator[Check], http: httpx2.AsyncClient) -> None:
+    async def _play_all(self, checks: Iterator[Check], http: Http) -> None:
         """Play what is left of ``checks``, which others may share."""
         for check in checks:
             self.observer.began(check)
@@ -74,12 +72,12 @@ class Suite:
                 verdict = Verdict(check, Result.ERROR, as_bug(_first(error)))
             self.observer.ended(Played(verdict, time.monotonic() - began_at))
 
-    async def _verdict(self, check: Check, http: httpx2.AsyncClient) -> Verdict:
+    async def _verdict(self, check: Check, http: Http) -> Verdict:
         if isinstance(check, Fuzz):
             return await fuzzed(check, self.target, partial(self._play_one, http=http))
         return await self._play_one(check, http)
 
-    async def _play_one(self, check: Check, http: httpx2.AsyncClient) -> Verdict:
+    async def _play_one(self, check: Check, http: Http) -> Verdict:
         play = Play(check, self.target)
         wires = Wires(self.address, http, self.patience_seconds, self.overlap)
         seconds = _PATIENCES * self.patience_seconds

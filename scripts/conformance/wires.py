@@ -1,9 +1,9 @@
 """The sockets that checks are played over: actions in, what came of them out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import assert_never
+from typing import Any, assert_never
 
 import httpx2
 from websockets.asyncio.client import ClientConnection, connect
@@ -43,19 +43,71 @@ _MOMENT_SECONDS = 0.3
 _CLOSE_SECONDS = 2.0
 
 
-@asynccontextmanager
-async def http_client(
-    address: Address, patience_seconds: float
-) -> AsyncIterator[httpx2.AsyncClient]:
-    """Open what all HTTP requests to a server go through."""
-    async with httpx2.AsyncClient(
+class Http:
+    """What HTTP requests to a server go through, over connections that are used again.
+
+    A server may close one that is idle at any time (RFC 9112, 9.5), so also while a request is on
+    its way; and what it has said beyond the end of an answer stands at the beginning of the next.
+    So a request that has no answer, over a connection that was used before, is made once more, over
+    a new one: what breaks there is no earlier request's fault.
+    """
+
+    def __init__(self, used: httpx2.AsyncClient, new: httpx2.AsyncClient) -> None:
+        """Send through ``used``, which keeps its connections, and again through ``new``, which
+        keeps none."""
+        self._used = used
+        self._new = new
+
+    def build_request(self, method: str, url: str, body: bytes | None = None) -> httpx2.Request:
+        """Return a request, to be sent with what the client sends in any case."""
+        return self._used.build_request(method, url, content=body)
+
+    async def send(self, request: httpx2.Request) -> httpx2.Response:
+        """Return the answer to ``request``, whose body is still to be read; close it.
+
+        Raises:
+            httpx2.RequestError: there is none.
+        """
+        connecting = _Connecting()
+        request.extensions["trace"] = connecting
+        try:
+            return await self._used.send(request, stream=True)
+        except (httpx2.ReadError, httpx2.RemoteProtocolError):
+            if connecting.was_needed:
+                raise
+        return await self._new.send(request, stream=True)
+
+
+class _Connecting:
+    """Is told what becomes of a request, and notes whether a connection was opened for it."""
+
+    def __init__(self) -> None:
+        self.was_needed = False
+
+    async def __call__(self, event: str, _: Mapping[str, Any]) -> None:
+        self.was_needed |= event.endswith(".connect_tcp.started")  # of a server, or of a proxy
+
+
+def http_client(
+    address: Address, patience_seconds: float, *, num_kept: int | None = 0
+) -> httpx2.AsyncClient:
+    """Return a client that keeps so many idle connections; None is any number. Close it."""
+    return httpx2.AsyncClient(
         headers=list(address.headers),
         timeout=patience_seconds,
         trust_env=bool(address.proxy),
-        # Each request has a connection of its own: if it breaks, no earlier request is the cause.
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-    ) as client:
-        yield client
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=num_kept),
+    )
+
+
+@asynccontextmanager
+async def http_to(address: Address, patience_seconds: float) -> AsyncIterator[Http]:
+    """Open what the HTTP requests of all checks go through."""
+    async with (
+        http_client(address, patience_seconds, num_kept=None) as used,
+        http_client(address, patience_seconds) as new,
+    ):
+        yield Http(used, new)
 
 
 class Wires:
@@ -64,7 +116,7 @@ class Wires:
     def __init__(
         self,
         address: Address,
-        http: httpx2.AsyncClient,
+        http: Http,
         patience_seconds: float,
         overlap: Overlap,
     ) -> None:
@@ -154,12 +206,12 @@ class Wires:
 
     async def _request(self, asked: Request) -> Outcome:
         url = f"{self._address.url}{asked.path}"
-        request = self._http.build_request(asked.method, url, content=asked.body)
+        request = self._http.build_request(asked.method, url, asked.body)
         request.headers = httpx2.Headers(_sent([*request.headers.items(), *asked.headers.items()]))
         if (asked.method, asked.path) == ("POST", "/responses"):
             self._overlap.asked(request)
         try:
-            async with aclosing(await self._http.send(request, stream=True)) as response:
+            async with aclosing(await self._http.send(request)) as response:
                 body = await self._body(response, asked.max_events)
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
             return Unreachable(_reason(error))

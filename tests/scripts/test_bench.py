@@ -1,5 +1,6 @@
 """The command: which sections it runs, and its last line, which is for programs."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -8,12 +9,17 @@ from typing import Any
 
 import pytest
 import typer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from scripts import bench as command
 from scripts.benchmarks.bench import Bench
 from scripts.benchmarks.figures import figure
 from scripts.benchmarks.section import Grid, Section
+from tests.server.sockets import listening
 
 app = typer.Typer()
 app.command()(command.main)
@@ -97,3 +103,69 @@ def test_every_section_has_its_module(name: str) -> None:
     module = __import__(f"scripts.benchmarks.{name.replace('-', '_')}", fromlist=["run"])
 
     assert callable(module.run)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["designs", "--url", ""], "expected a URL"),
+        (["designs", "--url", "host:1"], "expected a URL"),
+        (["designs", "--url", "http://127.0.0.1:99999"], "expected a URL"),
+        (["designs", "--url", "http://127.0.0.1:1"], "cannot connect to"),
+    ],
+)
+def test_a_server_that_is_not_there_is_told_before_anything_is_measured(
+    options: list[str], says: str, section: Callable[..., None]
+) -> None:
+    section("designs", a_section)
+
+    result = CliRunner().invoke(app, options)
+
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+async def healthy(request: Request) -> Response:
+    return Response()
+
+
+OURS = Starlette(routes=[Route("/health", healthy)])
+
+
+@pytest.mark.parametrize("spelled", ["http://{}", "http://{}/", "http://{}/v1", "ws://{}/v1/"])
+async def test_a_server_may_be_named_by_its_api_too(
+    spelled: str, section: Callable[..., None]
+) -> None:
+    measured = list[str | None]()
+
+    def run(bench: Bench) -> Section:
+        measured.append(bench.url)
+        return a_section(bench)
+
+    section("designs", run)
+    async with listening(OURS) as port:
+        options = ["designs", "--url", spelled.format(f"127.0.0.1:{port}")]
+        result = await asyncio.to_thread(CliRunner().invoke, app, options)
+
+    assert result.exit_code == 0
+    assert measured == [f"http://127.0.0.1:{port}"]
+
+
+async def test_another_server_is_told(section: Callable[..., None]) -> None:
+    section("designs", a_section)
+    async with listening(Starlette()) as port:
+        options = ["designs", "--url", f"http://127.0.0.1:{port}"]
+        result = await asyncio.to_thread(CliRunner().invoke, app, options)
+
+    assert result.exit_code == 2
+    assert "answered 404" in result.output
+
+
+async def test_a_server_of_another_section_is_told(section: Callable[..., None]) -> None:
+    section("speed", a_section)
+    async with listening(OURS) as port:
+        options = ["speed", "--url", f"http://127.0.0.1:{port}"]
+        result = await asyncio.to_thread(CliRunner().invoke, app, options)
+
+    assert result.exit_code == 2
+    assert "'designs' only" in result.output

@@ -317,3 +317,28 @@ def test_a_server_is_compared_in_all_designs(
     assert suspended.counts["template_renders"] == 2
     assert forgetting.counts["tokens_forwarded"] > 2 * suspended.counts["tokens_forwarded"]
     assert "server for simulated 4000" in results.settings
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--write-traces", "/nowhere/traces"], "cannot write /nowhere/traces"),
+        (["--out", f"{__file__}/below"], "cannot write to"),
+        (["--endpoint", "host"], "endpoint host: the URL"),
+        (["--endpoint", ""], "endpoint : the URL"),
+        (["--endpoint", "http://127.0.0.1:1", "--endpoint-model", ""], "a model has a name"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_measured(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, options, env={"COLUMNS": "200"})
+
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "report.html").mkdir()
+
+    assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 2

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -39,7 +40,7 @@ from protocol.conformance.server_sent_events import sent_events
 from scripts.conformance.address import address_of
 from scripts.conformance.overlap import Overlap
 from scripts.conformance.suite import Played, Suite
-from scripts.conformance.wires import Wires, http_client
+from scripts.conformance.wires import Wires, http_to
 from tests.protocol.conformance.model_server import ModelServer
 from tests.protocol.streams import new_stream
 from tests.scripts.conform_server import Talk, served, talking
@@ -80,7 +81,7 @@ async def outcomes(
 ) -> list[Outcome]:
     """Perform ``actions`` one after the other."""
     address = address_of(url, api_key)
-    async with http_client(address, patience_seconds) as http:
+    async with http_to(address, patience_seconds) as http:
         wires = Wires(address, http, patience_seconds, Overlap())
         try:
             return [await wires.perform(action) for action in actions]
@@ -381,17 +382,102 @@ async def test_of_a_body_that_breaks_off_is_kept_what_came(talk: Talk) -> None:
     assert found.body == b"half"
 
 
-async def test_each_request_has_a_connection_of_its_own() -> None:
-    clients = []
+async def answer_well(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
 
-    async def answer(request: HttpRequest) -> Response:
-        clients.append(request.client)
-        return Response()
 
-    async with listening(Starlette(routes=[Route("/v1/responses", answer)])) as port:
-        await outcomes(f"http://127.0.0.1:{port}", *[Request("GET", "/responses")] * 2)
+async def answer_junk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"Well, hello there!\r\n\r\n")
 
-    assert len(set(clients)) == 2
+
+async def answer_too_much(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhello")
+
+
+async def answer_with_a_body_that_is_none(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    writer.write(b"HTTP/1.1 204 No Content\r\n\r\nhello")
+
+
+@asynccontextmanager
+async def answering(*connections: Sequence[Talk]) -> AsyncIterator[tuple[str, list[int]]]:
+    """Answer one request after the other with what is given for its connection, the last of which
+    ends it. Gives the URL, and the number of the connection of each request that came."""
+    numbers, came = count(), list[int]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = next(numbers)
+        with suppress(OSError, asyncio.IncompleteReadError):
+            for talk in connections[number]:
+                await reader.readuntil(b"\r\n\r\n")
+                came.append(number)
+                await talk(reader, writer)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", came
+
+
+GET = Request("GET", "/responses")
+
+
+async def test_requests_share_a_connection() -> None:
+    async with answering([answer_well] * 3) as (url, came):
+        found = await outcomes(url, *[GET] * 3)
+
+    assert [outcome.status for outcome in found if isinstance(outcome, Answer)] == [204] * 3
+    assert came == [0, 0, 0]
+
+
+@pytest.mark.parametrize("end", [hang_up, reset])
+async def test_a_request_is_made_again_where_an_idle_connection_is_closed_meanwhile(
+    end: Talk,
+) -> None:
+    async with answering([answer_well, end], [answer_well]) as (url, came):
+        found = await outcomes(url, GET, GET)
+
+    assert [outcome.status for outcome in found if isinstance(outcome, Answer)] == [204, 204]
+    assert came == [0, 0, 1]
+
+
+@pytest.mark.parametrize("end", [hang_up, reset])
+async def test_it_is_not_made_again_where_the_connection_was_a_new_one(end: Talk) -> None:
+    async with answering([end], [answer_well]) as (url, came):
+        (found,) = await outcomes(url, GET)
+
+    assert isinstance(found, Closed)
+    assert came == [0]
+
+
+@pytest.mark.parametrize("end", [hang_up, reset])
+async def test_it_is_made_again_once_and_over_a_new_connection(end: Talk) -> None:
+    async with answering([answer_well, end], [end]) as (url, came):
+        _, found = await outcomes(url, GET, GET)
+
+    assert isinstance(found, Closed)
+    assert came == [0, 0, 1]
+
+
+@pytest.mark.parametrize("talk", [answer_too_much, answer_with_a_body_that_is_none])
+async def test_what_is_said_beyond_an_answer_is_not_held_against_the_next_request(
+    talk: Talk,
+) -> None:
+    async with answering([talk, answer_well], [answer_well]) as (url, came):
+        _, found = await outcomes(url, GET, GET)
+
+    assert isinstance(found, Answer)
+    assert found.status == 204
+    assert came == [0, 0, 1]
+
+
+async def test_junk_is_told_where_it_comes_over_a_new_connection_too() -> None:
+    async with answering([answer_well, answer_junk], [answer_junk]) as (url, came):
+        _, found = await outcomes(url, GET, GET)
+
+    assert isinstance(found, Closed)
+    assert found.reason.startswith("illegal status line")
+    assert came == [0, 0, 1]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
@@ -432,7 +518,7 @@ class Log(Overlap):
 async def test_responses_over_http_are_noted_as_they_come() -> None:
     log = Log()
     body = encode({"input": "Hi.", "stream": True, "max_output_tokens": 1})
-    async with served(ModelServer()) as url, http_client(address_of(url), 20.0) as http:
+    async with served(ModelServer()) as url, http_to(address_of(url), 20.0) as http:
         wires = Wires(address_of(url), http, 20.0, log)
         await wires.perform(Request("POST", "/responses", body))
         await wires.perform(Request("POST", "/responses/input_tokens", body))

@@ -67,6 +67,11 @@ def test_wrong_options_are_usage_errors(options: Sequence[str]) -> None:
     assert invoke(*options).exit_code == 2
 
 
+def test_a_url_that_is_empty_is_none() -> None:
+    with pytest.raises(SystemExit, match="expected a URL like"):
+        main(url="", question=["Hi"])
+
+
 def test_a_refused_connection_is_one_line_and_not_on_stdout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -203,6 +203,7 @@ def test_the_bundled_data_answer() -> None:
     [
         ("math", '{"expression": "1 / 0"}'),
         ("math", "{"),
+        pytest.param("math", "[" * 100_000, id="deep"),
         ("math", "[]"),
         ("math", "{}"),
         ("math", '{"expression": 1}'),
