@@ -162,7 +162,7 @@ def _parsed(arguments: str) -> Any:
     """Return what templates want arguments to be: an object, or text where they are not one."""
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -93,12 +93,20 @@ def model_name(source: str | Path | None) -> str:
     """Return what clients call the model ``source``; see ``load_language``.
 
     Raises:
-        ModelLoadError: there is no such directory.
+        ModelLoadError: there is no such directory, or no name, or it cannot be looked for.
     """
     if source is None or source == EMBEDDED_MODEL_NAME:
         return EMBEDDED_MODEL_NAME
-    if Path(source).is_dir():
-        return Path(source).resolve().name
+    if source == "":  # as a path it would be the current directory
+        raise ModelLoadError("the name of a model is empty")
+    try:
+        is_directory = Path(source).is_dir()
+    except OSError as error:
+        raise ModelLoadError(f"cannot look for {str(source)!r}: {error.strerror}") from error
+    if is_directory:
+        if name := Path(source).resolve().name:
+            return name
+        raise ModelLoadError(f"the directory {str(source)!r} has no name")
     if isinstance(source, Path) or source.startswith((".", "/", "~")):
         raise ModelLoadError(f"there is no model directory {str(source)!r}")
     return source

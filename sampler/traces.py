@@ -216,6 +216,10 @@ class _Reader:
             raise TraceError(self._path, number, found.message, found.param or "") from None
         except msgspec.DecodeError as error:
             raise TraceError(self._path, number, f"expected one JSON object: {error}") from None
+        except RecursionError:
+            raise TraceError(
+                self._path, number, "expected JSON that is nested less deeply"
+            ) from None
         except errors.ProtocolError as error:
             raise TraceError(self._path, number, error.message, error.param or "") from None
         except _MemberError as error:
@@ -277,6 +281,8 @@ def _check_arguments(arguments: str, member: str) -> None:
         value = json.loads(arguments)
     except ValueError as error:
         raise _MemberError(f"expected JSON: {error}", member) from None
+    except RecursionError:
+        raise _MemberError("expected JSON that is nested less deeply", member) from None
     if not isinstance(value, dict):
         raise _MemberError(f"expected a JSON object, got {arguments[:40]!r}", member)
 

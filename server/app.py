@@ -17,10 +17,11 @@ from protocol import errors
 from protocol.dialect import negotiate
 from protocol.errors import ProtocolError
 from sampler.engine import Engine
-from server.access import Access, ApiKeys
+from server.access import Access
 from server.connection import Connection
 from server.error_response import error_response
 from server.http_api import CLIENT_CLOSED_REQUEST, HttpApi
+from server.operator_files import OperatorFiles, read_operator_files
 from server.services import Services
 from server.settings import Settings
 from server.stored_responses import StoredResponsesApi
@@ -28,24 +29,32 @@ from server.stored_responses import StoredResponsesApi
 logger = logging.getLogger(__name__)
 
 
-def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
+def create_app(
+    engine: Engine, settings: Settings | None = None, files: OperatorFiles | None = None
+) -> Starlette:
     """Return the application around ``engine``, which stays the caller's to close.
 
     Its services are ``app.state.services``. They are closed at the end of its life span, or by
     whoever serves it without one.
+
+    Args:
+        engine: what samples.
+        settings: how the server is to behave.
+        files: what is in those that ``settings`` name; None reads them.
 
     Raises:
         ApiKeyFileError: the API keys cannot be read.
         ModelRoutesError: the file of models cannot be used.
         PriceError: one of the prices in it is none.
         SafetyError: there is no such classifier.
-        TraceError: a trace cannot be read.
+        SettingsError: a file of traces cannot be read, or ``engine`` replays none.
+        TraceError: it does not hold traces.
         StoreError: the response store cannot be opened.
         LedgerError: the ledger cannot be opened.
     """
     settings = settings or Settings()
-    keys = ApiKeys.from_file(settings.api_key_file) if settings.api_key_file else None
-    services = Services(engine, settings)
+    files = files or read_operator_files(settings, engine.name)
+    services = Services(engine, settings, files)
 
     async def responses_socket(websocket: WebSocket) -> None:
         beta = ",".join(websocket.headers.getlist("openai-beta"))
@@ -88,7 +97,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> Starlette:
             WebSocketRoute("/{path:path}", no_socket),
         ],
         middleware=[
-            Middleware(Access, keys=keys, settings=settings, stages=services.telemetry.stages)
+            Middleware(Access, keys=files.keys, settings=settings, stages=services.telemetry.stages)
         ],
         exception_handlers={
             ProtocolError: _protocol_error,

@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from socket import socket
 
 import torch
@@ -23,21 +24,24 @@ from sampler.traces import TraceError
 from server import command_options as options
 from server.access import ApiKeyFileError
 from server.app import create_app
-from server.early_checks import check_files, check_models_file
 from server.engine_choice import (
     EngineChoiceError,
+    Kind,
     RemoteOptions,
-    check_options,
+    check_choice,
     kind_of,
     name_of,
     remote_engine,
 )
-from server.ledger import LedgerError, check_is_free
+from server.folders import obstacle_to
+from server.ledger import LedgerError
 from server.model_routes import ModelRoutesError
+from server.operator_files import OperatorFiles, read_operator_files
 from server.prices import PriceError
 from server.process import ListenError, Server, bound_sockets, server_config
 from server.response_store import StoreError
-from server.safety import SafetyError
+from server.safety import SafetyError, find_classifier
+from server.services import check_storage
 from server.settings import Settings, SettingsError, default_data_dir
 
 logger = logging.getLogger("server")
@@ -72,6 +76,7 @@ def main(
     dtype: options.Dtype = options.DtypeName.AUTO,
     exact: options.Exact = False,
     threads: options.Threads = None,
+    cuda_graphs: options.CUDAGraphs = True,
     endpoint: options.Endpoint = RemoteOptions.endpoint,
     endpoint_dialect: options.EndpointDialect = options.DialectName.VLLM,
     endpoint_reasoning: options.EndpointReasoning = RemoteOptions.reasoning_field,
@@ -88,6 +93,7 @@ def main(
     simulate_tool: options.SimulateTool = None,
     simulate_words: options.SimulateWords = None,
     kv_memory: options.KVMemory = None,
+    kv_dtype: options.KVDtype = options.KVDtypeName.AUTO,
     reserve_kv: options.ReserveKV = False,
     suspend_policy: options.SuspendPolicy = SuspendPolicy.AUTO,
     swap_dir: options.SwapDir = None,
@@ -132,6 +138,8 @@ def main(
             is_exact=exact,
             kv_memory=None if kv_memory is None else round(kv_memory * _GIB),
             num_threads=threads,
+            kv_dtype=kv_dtype.value,
+            cuda_graphs=cuda_graphs,
         )
         has_ledger = (store or data_dir is not None) if ledger is None else ledger
         settings = Settings(
@@ -188,13 +196,35 @@ def main(
             tool=simulate_tool,
             words=simulate_words,
         )
-        check_options(kind_of(model), remote)
+        of_model = {
+            "device": device is not options.DeviceName.AUTO,
+            "dtype": dtype is not options.DtypeName.AUTO,
+            "kv-dtype": kv_dtype is not options.KVDtypeName.AUTO,
+            "exact": exact,
+            "no-cuda-graphs": not cuda_graphs,
+        }
+        of_process = {
+            "threads": threads is not None,
+            "kv-memory": kv_memory is not None,
+            "reserve-kv": reserve_kv,
+            "suspend-policy": suspend_policy is not SuspendPolicy.AUTO,
+            "swap-dir": swap_dir is not None,
+            "swap-limit": swap_limit is not None,
+            "prefill-chunk": prefill_chunk is not None,
+            "max-forced-string": max_forced_string is not None and kind_of(model) is not Kind.VLLM,
+            "replay": bool(replay),
+        }
+        if simulate is not None:
+            _refuse(of_model, "a model, not with --simulate")
+        if kind_of(model) is not None:
+            _refuse(of_model | of_process, f"a model of this process, not with {model}")
         # What can be known to be wrong is told before a model is loaded, which may take minutes.
-        check_files(settings)
+        check_choice(model, remote)
         served = name_of(model) if simulate is None else simulated_name(simulate or None)
-        check_models_file(settings, served)
-        if settings.ledger and settings.data_dir is not None:
-            check_is_free(settings.data_dir)
+        files = read_operator_files(settings, served)
+        find_classifier(settings.safety)
+        check_storage(settings)
+        _check_swap_dir(swap_dir)
         sockets = resources.enter_context(bound_sockets(host, port))
         if model is not None and kind_of(model):
             with _conversion_shown() as progress:
@@ -223,7 +253,7 @@ def main(
                 swap_bytes=None if swap_limit is None else round(swap_limit * _GIB),
             )
         try:
-            _serve(engine, settings, sockets)
+            _serve(engine, settings, files, sockets)
         finally:
             engine.close()
 
@@ -235,6 +265,23 @@ def _check_simulation(model: str | None, simulate: float | None, **others: objec
     for name, value in others.items():
         if simulate is None and value is not None:
             raise SettingsError(f"--simulate-{name} goes with --simulate only")
+
+
+def _refuse(is_chosen: Mapping[str, bool], whose: str) -> None:
+    """Make sure that none of some options is chosen, which go with something else."""
+    for name, is_so in is_chosen.items():
+        if is_so:
+            raise SettingsError(f"--{name} goes with {whose}")
+
+
+def _check_swap_dir(folder: Path | None) -> None:
+    """Make sure that caches can be swapped out there: a run would only be the slower for it."""
+    try:
+        why = None if folder is None else obstacle_to(folder)
+    except OSError as error:
+        why = error.strerror
+    if why:
+        raise SettingsError(f"--swap-dir: cannot swap out to {folder}: {why}")
 
 
 @contextmanager
@@ -282,15 +329,18 @@ def _load_simulated(
     runner_options: RunnerOptions,
 ) -> LoadedModel:
     kv_memory = runner_options.kv_memory_on(torch.device("cpu"))
-    with _conversion_shown() as progress:
-        return simulated_model(
-            decode_rate,
-            prefill_rate,
-            script=script,
-            kv_format=SMOLLM2_KV,
-            kv_memory=kv_memory,
-            progress=progress,
-        )
+    try:
+        with _conversion_shown() as progress:
+            return simulated_model(
+                decode_rate,
+                prefill_rate,
+                script=script,
+                kv_format=SMOLLM2_KV,
+                kv_memory=kv_memory,
+                progress=progress,
+            )
+    except ValueError as error:
+        raise SettingsError(f"--kv-memory: {error}") from error
 
 
 @contextmanager
@@ -305,8 +355,8 @@ def _conversion_shown() -> Iterator[Progress]:
         yield show
 
 
-def _serve(engine: Engine, settings: Settings, sockets: list[socket]) -> None:
-    app = create_app(engine, settings)
+def _serve(engine: Engine, settings: Settings, files: OperatorFiles, sockets: list[socket]) -> None:
+    app = create_app(engine, settings, files)
     config = server_config(app, settings, port=sockets[0].getsockname()[1])
     server = Server(config, app.state.draining, settings.drain_seconds, engine)
     server.run(sockets)

@@ -29,6 +29,13 @@ class DtypeName(StrEnum):
     INT4 = "int4"
 
 
+class KVDtypeName(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 class DialectName(StrEnum):
     VLLM = "vllm"
     CEREBRAS = "cerebras"
@@ -40,6 +47,10 @@ class LogLevelName(StrEnum):
     WARNING = "warning"
     ERROR = "error"
 
+
+_MAX_GIB = 1 << 30
+"""As many bytes as no machine has, and still a number that can be reckoned with."""
+_MAX_CALLS = 1_000_000
 
 _listening = partial(typer.Option, rich_help_panel="Listening")
 _model = partial(typer.Option, rich_help_panel="Model")
@@ -101,6 +112,13 @@ Threads: TypeAlias = Annotated[
         help="CPU threads of the model. auto: one on each core that the process may use, at "
         "most 8.",
         show_default="auto",
+    ),
+]
+CUDAGraphs: TypeAlias = Annotated[
+    bool,
+    _model(
+        "--cuda-graphs/--no-cuda-graphs",
+        help="Whether a step on CUDA that decodes is recorded once and then launched as a whole.",
     ),
 ]
 Endpoint: TypeAlias = Annotated[
@@ -197,7 +215,12 @@ SimulatePrefill: TypeAlias = Annotated[
 ]
 SimulateCalls: TypeAlias = Annotated[
     int | None,
-    _simulated(min=0, help="Turns in which it calls a tool before it answers.", show_default="0"),
+    _simulated(
+        min=0,
+        max=_MAX_CALLS,
+        help="Turns in which it calls a tool before it answers.",
+        show_default="0",
+    ),
 ]
 SimulateTool: TypeAlias = Annotated[
     str | None, _simulated(help="The tool it calls, without arguments.", show_default="tool")
@@ -209,9 +232,17 @@ KVMemory: TypeAlias = Annotated[
     float | None,
     _cache(
         min=0,
+        max=_MAX_GIB,
         metavar="GIB",
         help="Memory for keys and values, in GiB.",
         show_default="half of what is free",
+    ),
+]
+KVDtype: TypeAlias = Annotated[
+    KVDtypeName,
+    _cache(
+        help="What keys and values are kept in, where a model is compiled. auto: float32 beside "
+        "float32 weights, and bfloat16 beside others; int8 takes half of that.",
     ),
 ]
 ReserveKV: TypeAlias = Annotated[
@@ -236,6 +267,7 @@ SwapLimit: TypeAlias = Annotated[
     float | None,
     _cache(
         min=0,
+        max=_MAX_GIB,
         metavar="GIB",
         help="The most that is swapped out, in GiB.",
         show_default="no limit",

@@ -16,7 +16,7 @@ from sampler.engine import Engine
 from sampler.engines.chat.dialect import CEREBRAS, COMPATIBLE, OPENAI_CHAT, ChatDialect
 from sampler.engines.chat.engine import ChatEngine
 from sampler.engines.completions.backend import completions_engine
-from sampler.engines.endpoint.client import Endpoint, EndpointSettings
+from sampler.engines.endpoint.client import Endpoint, EndpointSettings, EndpointSettingsError
 from sampler.engines.vllm.arguments import parse_engine_args
 from sampler.engines.vllm.backend import vllm_engine
 from sampler.engines.vllm.library import VllmError
@@ -93,6 +93,14 @@ _CONCERNS: Mapping[str, tuple[str, frozenset[Kind]]] = {
 }
 """For each of the ``RemoteOptions`` that not all engines have: its name, and who has it."""
 
+_OPTIONS_OF_SETTINGS = {
+    "max_concurrent": "--endpoint-concurrency",
+    "read_timeout_seconds": "--endpoint-silence",
+    "max_tokens_member": "--endpoint-max-tokens-member",
+    "omitted": "--endpoint-omit",
+}
+"""What is chosen by which, of the ``EndpointSettings`` that can be wrong."""
+
 
 def kind_of(model: str | None) -> Kind | None:
     """Return the kind of ``model``; None where it is to run in this process."""
@@ -104,23 +112,34 @@ def name_of(model: str | None) -> str:
     """Return what clients will call the model that ``model`` names.
 
     Raises:
-        ModelLoadError: there is no such directory.
+        ModelLoadError: there is no such directory, or no name, or it cannot be looked for.
     """
-    kind = kind_of(model)
-    name = (model or "").removeprefix(f"{kind}:") or None
-    return model_name(name) if kind in (None, Kind.VLLM) else name or ""
+    if model is None or (kind := kind_of(model)) is None:
+        return model_name(model)
+    name = model.removeprefix(f"{kind}:")
+    return model_name(name) if kind is Kind.VLLM else name
 
 
-def check_options(kind: Kind | None, options: RemoteOptions) -> None:
-    """Make sure that nothing was chosen that means nothing to an engine of this kind.
-
-    Args:
-        kind: of the engine; None is a model in this process.
-        options: what was chosen.
+def check_choice(model: str | None, options: RemoteOptions) -> None:
+    """Make sure that the engine which ``model`` names could be had with ``options``, as far as that
+    can be told from what was chosen.
 
     Raises:
-        EngineChoiceError: something was.
+        EngineChoiceError: something is missing, is not what it should be, or means nothing to an
+            engine of this kind.
     """
+    kind = kind_of(model)
+    _check_concerns(kind, options)
+    if model is None or kind is None:
+        return
+    if model == f"{kind}:":
+        raise EngineChoiceError(f"--model {model} needs the name of a model behind the colon")
+    if kind in _ENDPOINTS:
+        _endpoint_settings(model, options)
+
+
+def _check_concerns(kind: Kind | None, options: RemoteOptions) -> None:
+    """Make sure that nothing was chosen that means nothing to an engine of this kind."""
     usual = RemoteOptions()
     for member, (option, kinds) in _CONCERNS.items():
         if kind not in kinds and getattr(options, member) != getattr(usual, member):
@@ -140,34 +159,26 @@ def remote_engine(model: str, options: RemoteOptions, progress: Progress | None 
         EngineChoiceError: something is missing, or is not what it should be.
         ModelLoadError: there is no such tokenizer.
     """
+    check_choice(model, options)
     kind = kind_of(model)
     assert kind is not None, "who asks has asked for the kind"
     name = model.removeprefix(f"{kind}:")
-    if not name:
-        raise EngineChoiceError(f"--model {kind}: needs the name of a model behind the colon")
-    if kind not in (Kind.CEREBRAS, Kind.VLLM) and options.endpoint is None:
-        raise EngineChoiceError(f"--model {model} needs an --endpoint")
     match kind:
         case Kind.CEREBRAS:
-            return _cerebras(name, options)
+            return _cerebras(name, _endpoint(model, options), options)
         case Kind.OPENAI_CHAT:
-            return _openai_chat(name, options)
+            return _openai_chat(name, _endpoint(model, options), options)
         case Kind.OPENAI_COMPLETIONS:
-            return _completions(name, options, progress)
+            return _completions(name, _endpoint(model, options), options, progress)
         case Kind.VLLM:
             return _vllm(name, options, progress)
 
 
-def _cerebras(name: str, options: RemoteOptions) -> ChatEngine:
-    if not options.environment.get("CEREBRAS_API_KEY"):
-        raise EngineChoiceError(f"--model cerebras:{name} needs a key in CEREBRAS_API_KEY")
-    url = options.endpoint or options.environment.get("CEREBRAS_BASE_URL") or CEREBRAS_URL
-    endpoint = _endpoint(replace(options, endpoint=url), key="CEREBRAS_API_KEY")
+def _cerebras(name: str, endpoint: Endpoint, options: RemoteOptions) -> ChatEngine:
     return _chat(name, endpoint, CEREBRAS, options, cache_seconds=CEREBRAS_CACHE_SECONDS)
 
 
-def _openai_chat(name: str, options: RemoteOptions) -> ChatEngine:
-    endpoint = _endpoint(options)
+def _openai_chat(name: str, endpoint: Endpoint, options: RemoteOptions) -> ChatEngine:
     is_openai = httpx2.URL(endpoint.settings.base_url).host == _OPENAI_HOST
     return _chat(name, endpoint, OPENAI_CHAT if is_openai else COMPATIBLE, options)
 
@@ -190,9 +201,9 @@ def _chat(
     )
 
 
-def _completions(name: str, options: RemoteOptions, progress: Progress | None) -> Engine:
-    key = "CEREBRAS_API_KEY" if options.dialect == "cerebras" else "OPENAI_API_KEY"
-    endpoint = _endpoint(options, key=key)
+def _completions(
+    name: str, endpoint: Endpoint, options: RemoteOptions, progress: Progress | None
+) -> Engine:
     language = load_language(options.tokenizer, progress=progress)
     try:
         return completions_engine(
@@ -225,18 +236,45 @@ def _vllm(source: str, options: RemoteOptions, progress: Progress | None) -> Eng
         raise EngineChoiceError(f"--model vllm:{source}: {error}") from error
 
 
-def _endpoint(options: RemoteOptions, *, key: str = "OPENAI_API_KEY") -> Endpoint:
-    assert options.endpoint is not None, "there is one"
+def _endpoint(model: str, options: RemoteOptions) -> Endpoint:
+    return Endpoint(_endpoint_settings(model, options))
+
+
+def _endpoint_settings(model: str, options: RemoteOptions) -> EndpointSettings:
+    """Return how the endpoint of ``model`` is spoken to.
+
+    Raises:
+        EngineChoiceError: there is no URL or no key, or an option is not what it should be.
+    """
+    key = _key_variable(model, options)
+    api_key = options.environment.get(key) or None
+    if kind_of(model) is Kind.CEREBRAS and api_key is None:
+        raise EngineChoiceError(f"--model {model} needs a key in {key}")
+    url = _url_of(model, options)
     try:
-        settings = EndpointSettings(
-            base_url=options.endpoint,
-            api_key=options.environment.get(key) or None,
+        return EndpointSettings(
+            base_url=url,
+            api_key=api_key,
             max_concurrent=options.max_concurrent,
             patience_seconds=options.patience_seconds,
             read_timeout_seconds=options.silence_seconds,
             max_tokens_member=options.max_tokens_member,
             omitted=options.omitted,
         )
-    except (ValueError, httpx2.InvalidURL) as error:
-        raise EngineChoiceError(f"endpoint {options.endpoint}: {error}") from error
-    return Endpoint(settings)
+    except EndpointSettingsError as error:
+        places = {"base_url": f"endpoint {url}", "api_key": key, **_OPTIONS_OF_SETTINGS}
+        raise EngineChoiceError(f"{places[error.member]}: {error}") from error
+
+
+def _key_variable(model: str, options: RemoteOptions) -> str:
+    """Return the variable of the environment that holds the key."""
+    is_cerebras = kind_of(model) is Kind.CEREBRAS or options.dialect == "cerebras"
+    return "CEREBRAS_API_KEY" if is_cerebras else "OPENAI_API_KEY"
+
+
+def _url_of(model: str, options: RemoteOptions) -> str:
+    if options.endpoint is not None:
+        return options.endpoint
+    if kind_of(model) is not Kind.CEREBRAS:
+        raise EngineChoiceError(f"--model {model} needs an --endpoint")
+    return options.environment.get("CEREBRAS_BASE_URL") or CEREBRAS_URL

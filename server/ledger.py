@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -29,6 +29,7 @@ from server.sqlite_file import (
     IN_USE,
     FileFormat,
     SqliteFileError,
+    check_sqlite,
     open_sqlite,
     open_sqlite_read_only,
     unusable,
@@ -232,26 +233,19 @@ class Ledger:
         self._num_lost = 0
         self._warned_at = float("-inf")
         self._encoder = msgspec.json.Encoder()
-        with ExitStack() as resources:
-            try:
-                _lock(folder, resources)
-                self._database = open_sqlite(
-                    folder / LEDGER_FILE,
-                    _FORMAT,
-                    # A row is safe on the disk before the journal forgets its run.
-                    pragmas=("foreign_keys = ON", "synchronous = FULL"),
-                    timeout_seconds=busy_seconds,
-                )
-                resources.callback(self._database.close)
-                self._recover(folder)
-                self._journal = Journal(folder / JOURNAL_FILE, max_bytes=journal_bytes)
-                resources.callback(self._journal.close)
-            except SqliteFileError as error:
-                raise LedgerError(f"the ledger: {error}") from error
-            except sqlite3.Error as error:
-                raise LedgerError(f"the ledger: {unusable(folder / LEDGER_FILE, error)}") from error
-            except OSError as error:
-                raise LedgerError(f"cannot open the ledger in {folder}: {error}") from error
+        with ExitStack() as resources, _told_as_ledger_errors(folder):
+            _lock(folder, resources)
+            self._database = open_sqlite(
+                folder / LEDGER_FILE,
+                _FORMAT,
+                # A row is safe on the disk before the journal forgets its run.
+                pragmas=("foreign_keys = ON", "synchronous = FULL"),
+                timeout_seconds=busy_seconds,
+            )
+            resources.callback(self._database.close)
+            self._recover(folder)
+            self._journal = Journal(folder / JOURNAL_FILE, max_bytes=journal_bytes)
+            resources.callback(self._journal.close)
             self._resources = resources.pop_all()
         self._thread = WorkerThread("ledger")
 
@@ -408,17 +402,30 @@ def _log_failure(writing: "Future[None]") -> None:
         logger.error("runs are not in the ledger yet, and are tried again later", exc_info=error)
 
 
-def check_is_free(folder: Path) -> None:
-    """Make sure that no other process keeps its ledger in ``folder``, which is made if need be.
+def check_ledger(folder: Path) -> None:
+    """Make sure that a ``Ledger`` can be opened in ``folder`` now, and leave it as it is.
 
     Raises:
-        LedgerError: one does, or the folder cannot be used.
+        LedgerError: as by ``Ledger``.
     """
-    with ExitStack() as resources:
-        try:
+    with ExitStack() as resources, _told_as_ledger_errors(folder):
+        if (folder / LOCK_FILE).exists():
             _lock(folder, resources)
-        except OSError as error:
-            raise LedgerError(f"cannot open the ledger in {folder}: {error}") from error
+        check_sqlite(folder / LEDGER_FILE, _FORMAT, timeout_seconds=_BUSY_SECONDS)
+        read_journal(folder / JOURNAL_FILE)
+
+
+@contextmanager
+def _told_as_ledger_errors(folder: Path) -> Iterator[None]:
+    """Raise what fails when the files in ``folder`` are opened as a ``LedgerError``."""
+    try:
+        yield
+    except SqliteFileError as error:
+        raise LedgerError(f"the ledger: {error}") from error
+    except sqlite3.Error as error:
+        raise LedgerError(f"the ledger: {unusable(folder / LEDGER_FILE, error)}") from error
+    except OSError as error:
+        raise LedgerError(f"cannot open the ledger in {folder}: {error}") from error
 
 
 def _lock(folder: Path, resources: ExitStack) -> None:

@@ -144,6 +144,8 @@ class ModelRoutes:
             raise ModelRoutesError(f"cannot read {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ModelRoutesError(f"cannot read {path}: it is not a text file") from error
+        except RecursionError as error:
+            raise ModelRoutesError(f"{path}: it is nested too deeply") from error
         except ModelRoutesError as error:
             raise ModelRoutesError(f"{path}: {error}") from error
         except ValueError as error:  # of TOML, or of a number with too many digits

@@ -25,7 +25,13 @@ from protocol import errors
 from protocol.response import ResponseError
 from protocol.validation import JsonObject
 from sampler.worker_thread import WorkerThread
-from server.sqlite_file import FileFormat, SqliteFileError, open_sqlite, unusable
+from server.sqlite_file import (
+    FileFormat,
+    SqliteFileError,
+    check_sqlite,
+    open_sqlite,
+    unusable,
+)
 from server.work import Stage, Tallies
 
 logger = logging.getLogger(__name__)
@@ -286,6 +292,18 @@ def _stored_response(row: _Row) -> StoredResponse:
 
 
 # --- Opening -------------------------------------------------------------------------------------
+
+
+def check_store(path: Path) -> None:
+    """Make sure that a ``ResponseStore`` can be opened in a file now, and leave it as it is.
+
+    Raises:
+        StoreError: as by ``ResponseStore``.
+    """
+    try:
+        check_sqlite(path, _FORMAT, timeout_seconds=0)
+    except SqliteFileError as error:
+        raise StoreError(f"the response store: {error}") from error
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -4,26 +4,29 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from sampler.conversation import ConversationError
 from sampler.engine import Engine
 from sampler.local_engine import LocalEngine
 from sampler.replay import Replays
+from sampler.traces import Trace
 from server.background import BackgroundRuns
 from server.compaction import Compactor
 from server.draining import Draining
-from server.early_checks import replay_traces
-from server.ledger import Ledger
+from server.ledger import Ledger, check_ledger
 from server.loop_lag import LoopLag
 from server.memory import Memory
-from server.model_routes import ModelRoutes, ResolvedModels
+from server.model_routes import ResolvedModels
+from server.operator_files import OperatorFiles
 from server.post_inference import PostInference
 from server.pre_inference import PreInference
-from server.prices import Prices, parse_prices
-from server.response_store import ResponseStore
+from server.prices import Prices
+from server.response_store import ResponseStore, check_store
 from server.safety import Safety, load_classifier
 from server.settings import Settings, SettingsError
 from server.suspended_runs import SuspendedRuns
@@ -41,11 +44,11 @@ _TIDY_SECONDS = 15.0
 class Services:
     """An engine, with the work before and after it, and what outlives a request."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings, files: OperatorFiles) -> None:
         self.engine = engine
         self.settings = settings
         self.telemetry = Telemetry(engine)
-        self.routes = _routes(settings, engine)
+        self.routes = files.routes
         self.safety = Safety(partial(load_classifier, settings.safety))
         self.compactor = Compactor(engine, self.telemetry)
         self.pre_inference = PreInference(
@@ -54,7 +57,7 @@ class Services:
             self.telemetry,
             self.compactor,
             self.safety,
-            _replays(settings, engine),
+            _replays(files.traces, engine),
         )
         self.draining = Draining()
         self.background = BackgroundRuns()
@@ -62,7 +65,7 @@ class Services:
         with ExitStack() as resources:
             resources.callback(self.safety.close)
             self.store = self._open_store(resources) if settings.store else None
-            self.ledger = self._open_ledger(resources) if settings.ledger else None
+            self.ledger = self._open_ledger(resources, files.prices) if settings.ledger else None
             self._resources = resources.pop_all()
         self.post_inference = PostInference(self.telemetry, self.ledger)
         self._loop_lag: LoopLag | None = None
@@ -78,8 +81,8 @@ class Services:
         resources.callback(store.close)
         return store
 
-    def _open_ledger(self, resources: ExitStack) -> Ledger:
-        ledger = Ledger(self._folder(resources), _prices(self.routes), stages=self.telemetry.stages)
+    def _open_ledger(self, resources: ExitStack, prices: Prices) -> Ledger:
+        ledger = Ledger(self._folder(resources), prices, stages=self.telemetry.stages)
         resources.callback(ledger.close)
         return ledger
 
@@ -169,28 +172,28 @@ class Services:
             memory.forget(response_id, slot=response_id)
 
 
-def _routes(settings: Settings, engine: Engine) -> ModelRoutes:
-    served = [engine.name]
-    if settings.models_file is None:
-        return ModelRoutes(served)
-    return ModelRoutes.from_file(settings.models_file, served)
+def check_storage(settings: Settings) -> None:
+    """Make sure that ``Services`` can use the files in the data directory, and leave them as they
+    are: no other server is using them, and nothing in them is damaged.
+
+    Raises:
+        StoreError: the response store cannot be opened.
+        LedgerError: the ledger cannot be opened.
+    """
+    if settings.data_dir is None:
+        return
+    if settings.store:
+        check_store(settings.data_dir / STORE_FILE)
+    if settings.ledger:
+        check_ledger(settings.data_dir)
 
 
-def _prices(routes: ModelRoutes) -> Prices:
-    """Return the price of each configuration: its own, or that of the model which runs it."""
-    prices = dict(parse_prices(routes.price_table))
-    for name in routes.names:
-        if not routes.is_split(name):
-            config = routes.resolve(name, None)
-            if price := prices.get(config.name) or prices.get(config.model):
-                prices[config.name] = price
-    return prices
-
-
-def _replays(settings: Settings, engine: Engine) -> Replays | None:
-    traces = replay_traces(settings)
+def _replays(traces: Sequence[Trace], engine: Engine) -> Replays | None:
     if not traces:
         return None
     if not isinstance(engine, LocalEngine):
         raise SettingsError(f"{engine.name} is not sampled in this process: it replays no traces")
-    return Replays(traces, engine.model.tokenizer, engine.model.chat_format)
+    try:
+        return Replays(traces, engine.model.tokenizer, engine.model.chat_format)
+    except ConversationError as error:
+        raise SettingsError(f"{engine.name} cannot replay the traces: {error}") from error

@@ -5,8 +5,11 @@ Its header says by an application id that it is one of ours, and by a version wh
 
 import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from server.folders import obstacle_to
 
 IN_USE = "it is in use; each server needs a --data-dir of its own, or --no-store"
 """Why a file or a folder cannot be used that another process uses."""
@@ -64,6 +67,44 @@ def open_sqlite(
         database.close()
         raise unusable(path, error) from error
     return database
+
+
+def check_sqlite(path: Path, file_format: FileFormat, *, timeout_seconds: float) -> None:
+    """Make sure that ``open_sqlite`` can open a file now, or make it. Nothing is made here, and
+    nobody is kept out afterwards.
+
+    Args:
+        path: of the file.
+        file_format: what it must have in it.
+        timeout_seconds: how long to wait for other connections.
+
+    Raises:
+        SqliteFileError: as by ``open_sqlite``, or the file cannot be made.
+    """
+    try:
+        if not path.exists():
+            folder = path.parent
+            if path.is_symlink():  # whose own folder would be made, but not that of what it names
+                folder = path.resolve().parent
+                folder.stat()
+            if why := obstacle_to(folder):
+                raise SqliteFileError(f"cannot make {path}: {why}")
+            return
+        uri = f"{path.resolve().as_uri()}?mode=rw"
+        database = sqlite3.connect(uri, uri=True, timeout=timeout_seconds, isolation_level=None)
+    except (OSError, sqlite3.Error) as error:
+        raise SqliteFileError(f"cannot open {path}: {error}") from error
+    with closing(database):
+        try:
+            version = _version(database, file_format)
+            _check_is_sound(database)
+            database.execute("BEGIN IMMEDIATE")  # which is no attempt yet to write
+            database.execute(f"PRAGMA user_version = {version}")
+            database.execute("ROLLBACK")
+        except SqliteFileError as error:
+            raise SqliteFileError(f"cannot use {path}: {error}") from None
+        except sqlite3.Error as error:
+            raise unusable(path, error) from error
 
 
 def open_sqlite_read_only(
@@ -125,11 +166,15 @@ def _set_up(
             f"PRAGMA application_id = {file_format.application_id};"
             f"PRAGMA user_version = {file_format.version}; COMMIT;"
         )
+    _check_is_sound(database)
+    if version != _NEW:
+        _migrate(database, file_format, version)
+
+
+def _check_is_sound(database: sqlite3.Connection) -> None:
     for (finding,) in database.execute("PRAGMA quick_check(1)"):
         if finding != "ok":
             raise SqliteFileError(f"it is damaged ({finding})")
-    if version != _NEW:
-        _migrate(database, file_format, version)
 
 
 def _migrate(database: sqlite3.Connection, file_format: FileFormat, version: int) -> None:

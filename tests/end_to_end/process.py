@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from server.engine_choice import kind_of
+
 START_SECONDS = 240  # with nothing compiled yet, on a machine that does other things
 STOP_SECONDS = 15
 
@@ -84,8 +86,9 @@ def started(
 
     What it stores is put next to ``stderr``.
     """
-    # One thread: with as many as cores, torch's threads wait for each other when others compute.
-    arguments = ["--port", "0", "--threads", "1", "--log-level", "info"]
+    # With as many threads as cores, torch's wait for each other when others compute.
+    threads = [] if any(map(kind_of, options)) else ["--threads", "1"]
+    arguments = ["--port", "0", *threads, "--log-level", "info"]
     arguments += ["--data-dir", str(stderr.with_suffix(".data")), *options]
     with (
         stderr.open("w") as log,

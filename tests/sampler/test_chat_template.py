@@ -1003,3 +1003,13 @@ def test_half_a_surrogate_pair_in_arguments_does_not_break_a_prompt() -> None:
     ids = own.format().suffix_ids([call], ANSWER)
 
     assert ids == own.format().suffix_ids(CALLS[:1], ANSWER)
+
+
+def test_arguments_that_are_nested_too_deeply_do_not_break_a_prompt() -> None:
+    own = over_bytes(QWEN)
+    call = FunctionCall("call_1", "f", "[" * 100_000 + "]" * 100_000)
+    items: list[InputItem] = [Message("user", "Hi."), call, CallOutput("call_1", "4")]
+
+    ids = own.format().prompt_ids(Conversation(items))
+
+    assert call.arguments in read(BYTE_LEVEL, ids)

@@ -190,6 +190,21 @@ def test_a_line_that_is_no_object_is_refused(path: Path, line: str) -> None:
     assert error_in(path).line == 1
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def test_a_line_that_is_nested_too_deeply_is_refused(path: Path) -> None:
+    path.write_text(json.dumps(HEADER).replace('"tools": [', f'"tools": [{{"deep": {DEEP}}}, '))
+
+    assert str(error_in(path)) == f"{path}:1: expected JSON that is nested less deeply"
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused(path: Path) -> None:
+    write(path, HEADER, calling(arguments=DEEP))
+
+    assert (error_in(path).line, error_in(path).member) == (2, "calls[0].arguments")
+
+
 def test_a_file_that_is_not_there_is_an_error_of_the_system(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_traces(path)

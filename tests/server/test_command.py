@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from sampler.embedded_model import EMBEDDED_MODEL_NAME
 from sampler.local_engine import LocalEngine
 from sampler.model_loading import LoadedModel
+from sampler.runner_choice import RunnerOptions
 from server import command
 from server.command import main
 from server.command_options import DialectName, parse_threads
@@ -95,7 +96,7 @@ REMOTE: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"engine_args": ("a=1", "b=2")},
     ),
     "suspended": ({"suspend_ttl": 3.0}, {"suspend_ttl_seconds": 3.0}),
-    "strings": ({"max_forced_string": 5}, {"max_forced_string": 5}),
+    "strings": ({"model": "vllm:m", "max_forced_string": 5}, {"max_forced_string": 5}),
 }
 
 
@@ -104,6 +105,8 @@ def test_an_engine_that_is_elsewhere_is_told_what_was_chosen(
     chosen: dict[str, Any], told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
+    model = chosen.get("model", "openai-chat:m")
+    where = {} if model.startswith("vllm:") else {"endpoint": "http://b/v1"}
 
     def remote_engine(model: str, options: RemoteOptions, _: Any) -> Any:
         asked.append((model, options))
@@ -111,9 +114,9 @@ def test_an_engine_that_is_elsewhere_is_told_what_was_chosen(
 
     monkeypatch.setattr(command, "remote_engine", remote_engine)
     with pytest.raises(SystemExit, match="enough"):
-        main(**{"model": "openai-chat:m", "port": 0, "store": False, **chosen})
+        main(**{"model": model, "port": 0, "store": False, **where, **chosen})
 
-    assert asked == [(chosen.get("model", "openai-chat:m"), RemoteOptions(**told))]
+    assert asked == [(model, RemoteOptions(**(where | told)))]
 
 
 @pytest.mark.parametrize("model", [NO_MODEL, "vllm:m", "openai-chat:m"])
@@ -122,7 +125,16 @@ def test_what_means_nothing_to_an_engine_is_told_before_it_is_made(model: str) -
         main(model=model, endpoint_dialect=DialectName.CEREBRAS)
 
 
-@pytest.mark.parametrize("option", ["--endpoint-silence=0", "--endpoint-dialect=french"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--endpoint-silence=0",
+        "--endpoint-dialect=french",
+        "--kv-memory=inf",
+        "--swap-limit=1e300",
+        "--simulate-calls=99999999999",
+    ],
+)
 def test_what_an_option_cannot_be_is_told_with_its_name(option: str) -> None:
     app = Typer()
     app.command()(main)
@@ -142,6 +154,30 @@ def test_threads_are_a_number_or_left_to_be_chosen() -> None:
 def test_threads_that_are_neither_are_told(text: str) -> None:
     with pytest.raises(BadParameter, match=f"^expected auto, or a number .* not {text!r}$"):
         parse_threads(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [([], True), (["--cuda-graphs"], True), (["--no-cuda-graphs"], False)],
+)
+def test_graphs_are_left_out_where_they_are_not_wanted(
+    options: list[str], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load(model: object, device: object, runner_options: RunnerOptions) -> LoadedModel:
+        asked.append(runner_options.cuda_graphs)
+        return tiny_model()
+
+    monkeypatch.setattr(command, "_load", load)
+    monkeypatch.setattr(command, "_serve", lambda *_: None)
+    app = Typer()
+    app.command()(main)
+
+    result = CliRunner().invoke(app, ["--port=0", "--no-store", *options])
+
+    assert result.exit_code == 0
+    assert asked == [told]
 
 
 @pytest.mark.parametrize("options", [["--threads", "auto"], ["--threads", "2"]])
@@ -191,19 +227,16 @@ def test_more_memory_than_there_is_is_told(tmp_path: Path) -> None:
     assert str(ended.value).startswith("server: there are no 10737418")
 
 
+def test_too_little_memory_for_a_simulation_is_told() -> None:
+    with pytest.raises(SystemExit, match=r"^server: --kv-memory: 0 bytes do not hold a block"):
+        main(simulate=0.0, kv_memory=0.0, port=0, store=False)
+
+
 def test_classes_of_models_are_not_loaded_before_there_is_a_model() -> None:
     """They take a second or two, which a server without a model of its own need not wait for."""
     check = "import sys, server.command; sys.exit('transformers.modeling_utils' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
-
-
-def test_a_bad_key_file_is_told_with_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# Ours.\nsk-in-clear\n")
-
-    assert ending_of(api_key_file=path).startswith(f"server: {path}, line 2: ")
-    assert "No such file" in ending_of(api_key_file=tmp_path / "nowhere")
 
 
 def test_what_is_dangerous_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from server.engine_choice import (
     EngineChoiceError,
     Kind,
     RemoteOptions,
-    check_options,
+    check_choice,
     kind_of,
     remote_engine,
 )
@@ -91,22 +91,33 @@ def test_the_kind_is_what_comes_before_the_colon(model: str | None, kind: Kind |
         (
             "openai-chat:m",
             {"endpoint": URL, "omitted": frozenset({"stream"})},
-            f"endpoint {URL}: every request needs its stream",
+            "--endpoint-omit: every request needs its stream",
         ),
         (
             "cerebras:m",
             {"max_tokens_member": "model"},
-            f"endpoint {CEREBRAS_URL}: every request needs its model",
+            "--endpoint-max-tokens-member: every request needs its model",
         ),
         (
             "cerebras:m",
             {"max_tokens_member": ""},
-            f"endpoint {CEREBRAS_URL}: the member that bounds what is sampled has a name",
+            "--endpoint-max-tokens-member: the member that bounds what is sampled has a name",
         ),
         (
             "openai-completions:m",
             {"endpoint": URL, "silence_seconds": 0.0},
-            f"endpoint {URL}: an endpoint is given some time",
+            "--endpoint-silence: an endpoint is given some time",
+        ),
+        (
+            "openai-chat:m",
+            {"endpoint": URL, "max_concurrent": 0},
+            "--endpoint-concurrency: an endpoint takes at least one",
+        ),
+        ("cerebras:m", {"endpoint": ""}, "endpoint : the URL of an endpoint begins with"),
+        (
+            "openai-chat:m",
+            {"endpoint": URL, "environment": {"OPENAI_API_KEY": "sk\n"}},
+            "OPENAI_API_KEY: an API key has no such characters",
         ),
         (
             "openai-completions:m",
@@ -149,13 +160,15 @@ CHOICES: Mapping[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", [None, *Kind])
 def test_what_means_nothing_to_an_engine_is_refused(kind: Kind | None, option: str) -> None:
     chosen, kinds = CHOICES[option]
-    check_options(kind, options())
+    model = None if kind is None else f"{kind}:m"
+    usual = {"endpoint": URL} if kind in ("openai-chat", "openai-completions") else {}
+    check_choice(model, options(**usual))
     if kind in kinds.split():
-        check_options(kind, options(**chosen))
+        check_choice(model, options(**(usual | chosen)))
         return
 
     with pytest.raises(EngineChoiceError) as error:
-        check_options(kind, options(**chosen))
+        check_choice(model, options(**(usual | chosen)))
 
     named = " or ".join(f"{kind}:NAME" for kind in kinds.split())
     assert str(error.value) == f"{option} goes with --model {named} only"

@@ -516,6 +516,7 @@ def test_a_name_that_is_not_found_is_refused_each_time() -> None:
         pytest.param(
             f"split.s.small = {'9' * 5000}", "exceeds the limit (4300 digits)", id="long number"
         ),
+        pytest.param(f"default = {'[' * 5000}", "it is nested too deeply", id="deep"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused_with_its_name_and_the_place(
