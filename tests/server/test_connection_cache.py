@@ -66,7 +66,7 @@ async def refusal_code(client: Client, parent: Event, *items: Event, **members: 
 
 
 async def test_a_newer_response_takes_the_place_of_its_lane_s_older_one() -> None:
-    async with serving("Rain.", "Sun.") as server, server.connect() as client:
+    async with serving("Rain.", "Sun.", "Wind.") as server, server.connect() as client:
         first = await created(client)
         second = await followed(client, first)
         error = await refusal(client, first)
