@@ -111,17 +111,19 @@ class CPUDecoder(ModelRunner):
         """
         super().__init__(counters)
         assert covers(weights), "the kernels do not cover this network"
-        self._network = weights.shape
+        self._network = network = weights.shape
+        assert storage.shape == (network.num_layers, network.num_kv_heads, network.head_dim)
         if multiplies_pairs is None:
             multiplies_pairs = can_multiply_pairs(weight_format)
         assert not multiplies_pairs or can_multiply_pairs(weight_format), "no such instruction"
         self._storage = storage
         self._kv = _flat(storage.tensor)  # the same memory
+        kv_group = kv_group_size(self._kv.dtype.type)
+        # Who allots the memory and who addresses it each say how a block is laid out.
+        in_slab = network.head_dim // GROUP * kv_group
+        assert storage.shape.slab_size(storage.tensor.dtype) == in_slab, "another layout of blocks"
         self._shape, self._weights = _packed(
-            weights,
-            weight_format,
-            in_pairs=multiplies_pairs,
-            kv_group=kv_group_size(self._kv.dtype.type),
+            weights, weight_format, in_pairs=multiplies_pairs, kv_group=kv_group
         )
         self._weight_format = weight_format
         self._crew = _Crew(num_threads)
